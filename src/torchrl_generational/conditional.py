@@ -1,0 +1,223 @@
+"""Conditional updates: compare a sample's handles with the slots, and apply what is still there, in one section."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchrl.data.replay_buffers import ReplayBuffer
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+from torchrl_generational.indexing import as_int64, normalise_handles
+from torchrl_generational.priorities import as_priority, check_leaf, match_shape
+from torchrl_generational.result import UpdateResult
+from torchrl_generational.samplers import store_priorities, tree_dtype
+
+__all__ = ["ConditionalUpdates"]
+
+# A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
+_Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
+
+
+class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
+    """The conditional updates of :class:`GenerationalReplayBufferMixin`, which supplies storage and lock."""
+
+    # Totals of all conditional updates; tensors, so that CUDA is not synchronised. Guarded by the storage's lock.
+    _conditional_rows: int = 0
+    _conditional_updated: Any = 0
+    _conditional_rejected: Any = 0
+
+    def update_priority_if_present(self, *, index: Any, generation: Any, priority: Any) -> UpdateResult:
+        """Updates the priorities of the records that are still in their slots, and says which those were.
+
+        The comparison and the update are one critical section against every writer of the storage. A stale row
+        changes nothing: no priority, no running maximum, no default priority of later records. Rows are judged one by
+        one; where one record is named more than once, the last row wins and all of them count as updated.
+
+        Without a stale row the sampler ends in exactly the state that ``update_priority`` leaves.
+
+        Args:
+            index: as the sample carries it: int64 ``[...]``; or for a storage of ``n`` dimensions ``[..., n]`` or a
+                tuple of ``n`` coordinate tensors ``[...]``.
+            generation: the sample's ``index_generation``, int64 ``[...]``.
+            priority: a number, or real numbers ``[...]`` or ``[..., 1]``: tensor, array or list of any real dtype, on
+                any device. Finite and >= 0, as absolute TD errors are. Raw priorities: the sampler applies
+                ``(p + eps) ** alpha``.
+
+        Returns:
+            An :class:`UpdateResult` with masks of shape ``[...]``.
+
+        Raises:
+            TypeError: if the sampler has no priorities, or an argument has the wrong kind of numbers.
+            ValueError: if shapes do not fit, or a priority is NaN, infinite, negative or too large for the tree.
+            IndexError: if an index outside the storage comes with a generation that a record can have.
+            RuntimeError: if nothing has ever been written to the buffer.
+
+            Whatever is raised, nothing has changed.
+
+        Complexity: O(rows · log capacity). Safe from any thread, and against writers in other processes.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from torchrl_generational import GenerationalLazyTensorStorage
+            >>> from torchrl_generational import GenerationalTensorDictPrioritizedReplayBuffer
+            >>> rb = GenerationalTensorDictPrioritizedReplayBuffer(
+            ...     alpha=0.7, beta=0.5, storage=GenerationalLazyTensorStorage(8), batch_size=4
+            ... )
+            >>> index = rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
+            >>> sample = rb.sample()
+            >>> index = rb.extend(TensorDict({"x": torch.arange(8)}, [8]))  # the ring wraps
+            >>> rb.update_priority_if_present(
+            ...     index=sample["index"], generation=sample["index_generation"], priority=torch.rand(4)
+            ... )
+            UpdateResult(num_updated=0, num_stale=4, num_rejected=0, shape=(4,))
+        """
+        storage = self._written_storage("update_priority_if_present")
+        sampler = self._priority_sampler("update_priority_if_present")
+        device = storage.slot_generations.device
+        # Copies from an accelerator wait for its queue: never under the lock.
+        generation = as_int64("generation", generation, device)
+        if isinstance(index, tuple):
+            index = tuple(as_int64("index", part, device) for part in index)
+        else:
+            index = as_int64("index", index, device)
+        values = as_priority(priority, dtype=tree_dtype(sampler), device=sampler.device)
+        check_leaf(values, alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity)
+        with self._exclusive():
+            handles = normalise_handles(index, generation, storage.generations.shape, device)
+            values = match_shape(values, handles.shape)
+            self._catch_up()
+            live = storage.slot_generations.live(handles.rows, handles.generation)
+            live &= handles.cells < len(storage)
+            cells = handles.cells
+            if not live.all():
+                cells = cells[live]
+                values = values[live.to(values.device)] if values.ndim else values
+            store_priorities(sampler, cells.to(sampler.device), values)
+            result = UpdateResult(live.reshape(handles.shape))
+            self._count(result)
+        return result
+
+    def update_if_present(
+        self,
+        *,
+        index: Any,
+        generation: Any,
+        patch: Any,
+        version_key: Any = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> UpdateResult:
+        """TorchRL's conditional update of stored fields, with an :class:`UpdateResult`.
+
+        Args:
+            index: as in :meth:`update_priority_if_present`; for a storage of several dimensions also TorchRL's 1-D
+                form, which names whole rows.
+            generation: as in :meth:`update_priority_if_present`.
+            patch: mapping or tensordict of the fields to overwrite, leading dimensions as the records named.
+            version_key: stored per-record scalar that holds each record's version, if versions decide too.
+            version: incoming version, a scalar or one per record; together with ``version_key``.
+            require_newer: whether an equal version is rejected.
+
+        Returns:
+            An :class:`UpdateResult`; its ``rejected_mask`` is set if ``version_key`` was given.
+
+        Raises:
+            KeyError, ValueError: as TorchRL, for fields that do not exist or do not fit.
+            TypeError, ValueError, IndexError, RuntimeError: as :meth:`update_priority_if_present`.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from torchrl_generational import GenerationalLazyTensorStorage, GenerationalTensorDictReplayBuffer
+            >>> rb = GenerationalTensorDictReplayBuffer(storage=GenerationalLazyTensorStorage(8), batch_size=4)
+            >>> index = rb.extend(TensorDict({"x": torch.zeros(8)}, [8]))
+            >>> sample = rb.sample()
+            >>> rb.update_if_present(
+            ...     index=sample["index"], generation=sample["index_generation"], patch={"x": torch.ones(4)}
+            ... ).num_updated
+            4
+        """
+        storage = self._written_storage("update_if_present")
+        device = storage.slot_generations.device
+        generation = as_int64("generation", generation, device)
+        shape = generation.shape
+        space = storage.generations.shape
+        if len(space) > 1 and len(shape) == 1 and getattr(index, "shape", None) == shape:
+            index = as_int64("index", index, device)  # TorchRL's documented form here: dim-0 rows
+            flat_generation = generation
+        else:
+            if not isinstance(index, tuple):
+                index = as_int64("index", index, device)
+            inner = int(getattr(storage, "record_ndim", 0))
+            if inner and isinstance(index, torch.Tensor) and index.shape == shape and len(shape) >= inner:
+                # a stored trajectory repeats its handle over its own dimensions, and is patched as one record
+                first: Any = (..., *(0,) * inner)
+                index, generation = index[first], generation[first]
+            handles = normalise_handles(index, generation, space, device)
+            flat_generation = handles.generation
+            index = handles.cells
+            if len(space) > 1:
+                index = torch.stack(torch.unravel_index(index, space), -1)
+        outcome = super().update_if_present(
+            index=index,
+            generation=flat_generation,
+            patch=patch,
+            version_key=version_key,
+            version=version,
+            require_newer=require_newer,
+        )
+
+        def in_shape(mask: torch.Tensor | None) -> torch.Tensor | None:
+            if mask is None:
+                return None
+            mask = mask.reshape(generation.shape)
+            return mask.reshape(*mask.shape, *(1,) * (len(shape) - mask.ndim)).expand(shape)
+
+        updated = in_shape(outcome.updated)
+        assert updated is not None
+        result = UpdateResult(updated, in_shape(outcome.version_rejected))
+        with self._exclusive():
+            self._count(result)
+        return result
+
+    def _count(self, result: UpdateResult) -> None:
+        self._conditional_rows += result.updated_mask.numel()
+        self._conditional_updated = self._conditional_updated + result.updated_mask.count_nonzero()
+        if result.rejected_mask is not None:
+            self._conditional_rejected = self._conditional_rejected + result.rejected_mask.count_nonzero()
+
+    def _written_storage(self, method: str) -> Any:
+        storage = self.storage  # initialises a buffer with delayed_init
+        if not getattr(storage, "initialized", True):
+            raise RuntimeError(
+                f"{type(self).__name__}.{method}: conditional updates require an initialized storage, and nothing has "
+                "been written to this buffer yet. Call add() or extend() first."
+            )
+        return storage
+
+    def _priority_sampler(self, method: str) -> PrioritizedSampler:
+        """The sampler that owns the priorities."""
+        sampler = self._sampler if getattr(self, "_sync", True) else self.prioritized_sampler
+        if not isinstance(sampler, PrioritizedSampler):
+            raise TypeError(
+                f"{type(self).__name__}.{method} needs a sampler with priorities, got {type(sampler).__name__}. Build "
+                "the buffer with sampler=GenerationalPrioritizedSampler(...), or use a prioritized buffer class."
+            )
+        return sampler
+
+    def _catch_up(self) -> None:
+        """Gives records that other processes wrote their default priority (``sync=False``). Lock held."""
+        if not getattr(self, "_sync", True):
+            self._catch_up_prioritized_sampler()
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """TorchRL's snapshot, plus totals of all conditional updates since construction.
+
+        ``conditional_updated``: rows applied. ``conditional_stale``: rows refused because their record was gone.
+        """
+        stats: dict[str, int | float | bool] = super().stats()
+        with self._replay_lock:
+            updated, rejected = int(self._conditional_updated), int(self._conditional_rejected)
+            stats["conditional_updated"] = updated
+            stats["conditional_stale"] = self._conditional_rows - updated - rejected
+        return stats

@@ -1,0 +1,229 @@
+"""The one normaliser of indices: whatever a caller or a sample calls an index -> rows, cells and a result shape.
+
+Two numberings meet here. *Rows* run along dim 0 of the storage: a write replaces whole rows, so stamps belong to
+them. *Cells* number the whole index space in C order: priorities belong to them. With ``ndim == 1`` they are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Handles", "as_int64", "cells_of", "keep_last", "normalise_handles", "rows_of", "rows_written"]
+
+
+@dataclass(frozen=True, slots=True)
+class Handles:
+    """A batch of ``(index, generation)`` pairs, flattened and within range.
+
+    Attributes:
+        rows: int64 ``[M]``, dim-0 rows.
+        cells: int64 ``[M]``, flat cells.
+        generation: int64 ``[M]``.
+        shape: the shape that the caller's ``generation`` had, which results are given in.
+    """
+
+    rows: torch.Tensor
+    cells: torch.Tensor
+    generation: torch.Tensor
+    shape: torch.Size
+
+
+def as_int64(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
+    """``value`` as an int64 tensor.
+
+    Raises:
+        TypeError: if it does not hold integers (bools and floats are not indices).
+    """
+    if not isinstance(value, torch.Tensor):
+        try:
+            array = np.asarray(value)
+        except ValueError as err:  # ragged lists
+            raise TypeError(f"{name} must hold integers of one shape, got {value!r}.") from err
+        if array.size == 0:
+            array = array.astype(np.int64)
+        if array.dtype.kind not in "iu":
+            raise TypeError(_not_integers(name, f"{type(value).__name__} of {array.dtype}"))
+        value = torch.as_tensor(array.astype(np.int64, copy=False))
+    elif value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
+        raise TypeError(_not_integers(name, f"a tensor of {value.dtype}"))
+    result: torch.Tensor = value.detach()
+    return result.to(device=device, dtype=torch.int64)
+
+
+def _not_integers(name: str, came: str) -> str:
+    return f"{name} must hold integers, got {came}. Pass it as the sample carries it, without casting."
+
+
+def normalise_handles(index: Any, generation: Any, space: Sequence[int], device: torch.device) -> Handles:
+    """Reads a batch of handles in any form that a sample can carry it.
+
+    For an index space of ``n`` dimensions, ``index`` may be a tuple of ``n`` coordinate tensors or an integer tensor
+    ``[..., n]``; for ``n == 1`` also simply ``[...]``. ``[...]`` is the shape of ``generation``, or the beginning of
+    it where ``generation`` was expanded over the dimensions of a stored trajectory.
+
+    A flat index into a space of several dimensions is refused: TorchRL's writers read it as rows and its samplers as
+    cells, and the two cannot be told apart.
+
+    Args:
+        index: the index, as above; tensors, arrays, lists or ints.
+        generation: the stamps, any shape.
+        space: shape of the storage's index space.
+        device: where the result lives.
+
+    Raises:
+        TypeError: if either does not hold integers.
+        ValueError: if the two do not describe the same rows, or the index is ambiguous.
+        IndexError: if an index outside the space carries a stamp that a record can have.
+    """
+    generation = as_int64("generation", generation, device)
+    shape = generation.shape
+    coordinates = _coordinates(index, shape, len(space), device)
+    expanded = (*coordinates.shape[:-1], *(1,) * (len(shape) + 1 - coordinates.ndim), len(space))
+    coordinates = coordinates.reshape(expanded).expand(*shape, len(space)).reshape(-1, len(space))
+    generation = generation.reshape(-1)
+    coordinates = _within(coordinates, generation, space)
+    rows = coordinates[:, 0]
+    cells = rows if len(space) == 1 else cells_of(coordinates, space)
+    return Handles(rows, cells, generation, shape)
+
+
+def _coordinates(index: Any, shape: torch.Size, ndim: int, device: torch.device) -> torch.Tensor:
+    """``index`` as ``[S, ndim]`` where ``S`` is the beginning of ``shape``."""
+    if isinstance(index, tuple):
+        if len(index) != ndim:
+            raise ValueError(
+                f"index is a tuple of {len(index)} coordinates but the storage has {ndim} dimension(s). Pass one "
+                "coordinate tensor per dimension, or a tensor with the coordinates in its last dimension."
+            )
+        parts = torch.functional.broadcast_tensors(*(as_int64("index", part, device) for part in index))  # type: ignore[no-untyped-call]
+        stacked = torch.stack(parts, -1)
+        # a slice sampler of a 1-D storage gives ([B],) in its info and [B, 1] in its sample: both end here
+        if _begins(stacked.shape[:-1], shape):
+            return stacked
+        raise ValueError(_mismatch(parts[0].shape, shape))
+    flat = as_int64("index", index, device)
+    is_coordinates = flat.shape[-1:] == (ndim,) and _begins(flat.shape[:-1], shape)
+    if ndim == 1:
+        if _begins(flat.shape, shape):
+            return flat.unsqueeze(-1)
+        if is_coordinates:
+            return flat
+        raise ValueError(_mismatch(flat.shape, shape))
+    if flat.shape == shape or (not is_coordinates and flat.shape[-1:] != (ndim,)):
+        raise ValueError(
+            f"index of shape {tuple(flat.shape)} for a storage with {ndim} dimensions could mean rows or flat cells. "
+            f"Pass coordinates: a tensor of shape {(*shape, ndim)}, or a tuple of {ndim} tensors of shape "
+            f"{tuple(shape)}, as the sample carries them."
+        )
+    if is_coordinates:
+        return flat
+    raise ValueError(_mismatch(flat.shape[:-1], shape))
+
+
+def _begins(start: Sequence[int], shape: Sequence[int]) -> bool:
+    return tuple(shape[: len(start)]) == tuple(start)
+
+
+def _mismatch(index_shape: Sequence[int], shape: Sequence[int]) -> str:
+    return (
+        f"index describes rows of shape {tuple(index_shape)} but generation has shape {tuple(shape)}. Pass one "
+        "generation per index, both as the sample carries them."
+    )
+
+
+def _within(coordinates: torch.Tensor, generation: torch.Tensor, space: Sequence[int]) -> torch.Tensor:
+    """Coordinates with those outside the space replaced; only handles that no record ever had may lie there."""
+    size = torch.tensor(tuple(space), dtype=torch.int64, device=coordinates.device)
+    outside = ((coordinates < 0) | (coordinates >= size)).any(-1)
+    if not outside.any():
+        return coordinates
+    wrong = outside & (generation >= 0)
+    if wrong.any():
+        row = int(wrong.nonzero()[0, 0])
+        raise IndexError(
+            f"index {_shown(coordinates[row])} (row {row} of the batch) lies outside the storage's index space "
+            f"{tuple(space)} but carries generation {int(generation[row])}: no sample of this buffer can have it. "
+            "Pass the index of a sample of this very buffer."
+        )
+    return torch.where(outside.unsqueeze(-1), 0, coordinates)
+
+
+def _shown(coordinates: torch.Tensor) -> str:
+    values = coordinates.tolist()
+    return str(values[0] if len(values) == 1 else tuple(values))
+
+
+def cells_of(coordinates: torch.Tensor, space: Sequence[int]) -> torch.Tensor:
+    """Flat cells, C order, of coordinates ``[..., n]``. O(rows)."""
+    cells = coordinates[..., 0]
+    for dim in range(1, len(space)):
+        cells = cells * space[dim] + coordinates[..., dim]
+    return cells
+
+
+def rows_of(index: Any) -> torch.Tensor:
+    """Dim-0 rows of an index that a sampler produced: a tensor of rows, or a tuple of coordinates."""
+    rows = index[0] if isinstance(index, tuple) else index
+    return torch.as_tensor(rows, dtype=torch.int64)
+
+
+def rows_written(cursor: Any, num_rows: int) -> int | slice | torch.Tensor:
+    """The dim-0 rows that ``storage[cursor] = data`` writes to.
+
+    Args:
+        cursor: any index that TorchRL's storages accept.
+        num_rows: rows of the storage.
+
+    Returns:
+        A non-negative int, a slice, or an int64 tensor of non-negative rows.
+
+    Raises:
+        IndexError: if a row lies outside the storage.
+        TypeError: if the cursor is of no known kind.
+    """
+    if isinstance(cursor, tuple):
+        if not cursor:
+            return slice(None)
+        return rows_written(cursor[0], num_rows)
+    if cursor is None or cursor is Ellipsis:
+        return slice(None)
+    if isinstance(cursor, slice):
+        return slice(*cursor.indices(num_rows))
+    if isinstance(cursor, range):
+        cursor = torch.arange(cursor.start, cursor.stop, cursor.step)
+    if isinstance(cursor, bool) or (not isinstance(cursor, torch.Tensor) and np.asarray(cursor).dtype == np.bool_):
+        cursor = torch.as_tensor(np.asarray(cursor))
+    if isinstance(cursor, torch.Tensor) and cursor.dtype == torch.bool:
+        # a mask may cover more dimensions than the rows
+        return cursor.nonzero()[:, 0] if cursor.ndim else slice(None)
+    rows = as_int64("cursor", cursor)
+    if rows.ndim == 0:
+        row = int(rows)
+        if not -num_rows <= row < num_rows:
+            raise IndexError(f"cursor {row} is outside the storage, which has {num_rows} rows.")
+        return row % num_rows
+    if rows.numel():
+        low, high = (int(bound) for bound in rows.aminmax())
+        if low < -num_rows or high >= num_rows:
+            raise IndexError(f"cursor spans rows {low} to {high}, the storage has {num_rows}.")
+        if low < 0:
+            rows = rows % num_rows
+    return rows.reshape(-1)
+
+
+def keep_last(cells: torch.Tensor) -> torch.Tensor | None:
+    """Positions to keep so that each cell stands once, by its last occurrence; ``None`` if none repeats.
+
+    O(n log n) on the host: a synchronisation if ``cells`` lives on CUDA.
+    """
+    backwards = cells.detach().cpu().numpy()[::-1]
+    _, first = np.unique(backwards, return_index=True)
+    if first.size == backwards.size:
+        return None
+    last = np.sort(backwards.size - 1 - first)
+    return torch.from_numpy(last).to(cells.device)

@@ -1,0 +1,89 @@
+"""The one lock of a storage: reentrant between threads and, once shared, exclusive between processes.
+
+TorchRL guards a buffer with two locks, a replay lock (threads) and a write lock (processes, not reentrant), and
+leaves some methods without either. Here both are one object that belongs to the *storage*, so that every buffer on
+that storage, and every method however nested, excludes every other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+__all__ = ["StorageLock"]
+
+
+class StorageLock:
+    """A reentrant lock for threads that also excludes other processes after :meth:`share`.
+
+    Order: the thread lock is taken first, then, on the outermost entry only, the process lock. Buffers take their
+    futures lock before this one, never after.
+
+    Pickling for a spawned process keeps the process lock, so parent and child exclude each other. Any other copy
+    gets locks of its own.
+
+    Thread safety: this is the primitive that gives it.
+
+    Example:
+        >>> lock = StorageLock()
+        >>> with lock, lock:  # reentrant
+        ...     pass
+    """
+
+    __slots__ = ("_depth", "_held", "_processes", "_threads")
+
+    def __init__(self) -> None:
+        self._threads = threading.RLock()
+        self._processes: Any = None  # a multiprocessing.Lock once shared; guarded by _threads
+        self._depth = 0  # entries of the owning thread; guarded by _threads
+        self._held: Any = None  # the process lock taken at depth 1; guarded by _threads
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether processes are excluded too."""
+        return self._processes is not None
+
+    def share(self) -> None:
+        """Makes the lock exclude other processes from the next outermost entry on. Idempotent."""
+        with self._threads:
+            if self._processes is None:
+                self._processes = multiprocessing.Lock()
+
+    def acquire(self) -> bool:
+        """Blocks until this thread, and this process, hold the lock."""
+        self._threads.acquire()
+        if self._depth == 0 and self._processes is not None:
+            try:
+                self._processes.acquire()
+            except BaseException:  # an interrupt while waiting must not leave the thread lock behind
+                self._threads.release()
+                raise
+            self._held = self._processes
+        self._depth += 1
+        return True
+
+    def release(self) -> None:
+        """Undoes one :meth:`acquire` of this thread."""
+        if self._depth == 1 and self._held is not None:
+            held, self._held = self._held, None
+            held.release()
+        self._depth -= 1
+        self._threads.release()
+
+    __enter__ = acquire
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        processes = self._processes
+        if processes is not None and get_spawning_popen() is None:
+            processes = True  # shared, but this copy needs a lock of its own
+        return {"processes": processes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        processes = state["processes"]
+        self._processes = multiprocessing.Lock() if processes is True else processes

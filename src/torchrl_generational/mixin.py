@@ -1,0 +1,265 @@
+"""The mixin that stands in front of a TorchRL buffer: its parts, its lock, and the handles of its samples."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from tensordict import is_tensor_collection
+from tensordict.nn.utils import _set_dispatch_td_nn_modules
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
+from torchrl.data.replay_buffers.storages import Storage
+from torchrl.data.replay_buffers.utils import pin_memory_output
+from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
+
+from torchrl_generational.carrier import follow
+from torchrl_generational.conditional import ConditionalUpdates
+from torchrl_generational.generations import GENERATION_KEY, SlotGenerations, SupportsGenerations, generations_on
+from torchrl_generational.indexing import rows_of, rows_written
+from torchrl_generational.samplers import GenerationalPrioritizedSampler, check_capacity
+from torchrl_generational.storages import GenerationalLazyTensorStorage
+from torchrl_generational.writers import GenerationalRoundRobinWriter, GenerationalWriterMixin
+
+__all__ = ["GenerationalReplayBufferMixin"]
+
+
+class GenerationalReplayBufferMixin(ConditionalUpdates):
+    """Adds generations and conditional priority updates to a TorchRL buffer class; stands in front of it.
+
+    The storage defaults to :class:`GenerationalLazyTensorStorage` of 1000 records and the writer to the round-robin
+    writer of this package. Every other argument is that of the class behind.
+
+    Args:
+        writer: a writer that tracks generations, or a callable that makes one. Taken here so that TorchRL's
+            prioritized buffers, which have no such argument, accept it too.
+        **kwargs: the arguments of the class behind.
+
+    Raises:
+        TypeError: if the storage or the writer cannot track generations; names the class to use.
+        ValueError: if a prioritized sampler is smaller than the storage.
+
+    Thread safety: all methods may be called from any thread. They hold the lock of the *storage*, so buffers on one
+    storage exclude each other. Lock order: futures lock, then storage lock.
+
+    Example:
+        >>> from torchrl.data import TensorDictReplayBuffer
+        >>> class MyBuffer(GenerationalReplayBufferMixin, TensorDictReplayBuffer):
+        ...     pass
+        >>> MyBuffer(batch_size=4).storage.supports_generations
+        True
+    """
+
+    _init_storage: Any
+    _init_sampler: Any
+    _default_writer: type[Writer] = GenerationalRoundRobinWriter
+
+    def __init__(self, *, writer: Any = None, **kwargs: Any) -> None:
+        self._wanted_writer = writer
+        super().__init__(**kwargs)
+
+    def _ready(self) -> None:
+        """Initialises a buffer with ``delayed_init``."""
+        if not self._initialized:
+            self._init()
+
+    def _init(self) -> None:
+        if self._initialized:
+            return
+        # Made and checked before TorchRL ties them together, so that a refusal leaves nothing half attached.
+        storage: Any = self._maybe_make_storage(self._init_storage, compilable=self._init_compilable)
+        sampler: Any = self._maybe_make_sampler(self._init_sampler)
+        writer = self._make_writer()
+        self._check_parts(storage, sampler, writer)
+        self._init_storage, self._init_sampler, self._wanted_writer = storage, sampler, writer
+        super()._init()
+        self._wanted_writer = None
+        if self.shared:
+            self._storage.lock.share()
+
+    def _maybe_make_storage(self, storage: Any, compilable: bool | None) -> Storage:
+        if storage is None:
+            return GenerationalLazyTensorStorage(1_000, compilable=bool(compilable))
+        return super()._maybe_make_storage(storage, compilable=compilable)
+
+    def _make_writer(self) -> Writer:
+        if self._wanted_writer is None:
+            return self._default_writer(compilable=bool(self._init_compilable))
+        return super()._maybe_make_writer(self._wanted_writer)
+
+    def _maybe_make_writer(self, writer: Any) -> Writer:
+        """The writer wanted here, whichever default the class behind passes on."""
+        made: Writer = self._wanted_writer
+        return made
+
+    def _check_parts(self, storage: Any, sampler: Any, writer: Any) -> None:
+        """Refuses parts that cannot keep the promise, before anything is changed."""
+        user = type(self).__name__
+        generations_on(storage, user=user)
+        if not isinstance(storage, SupportsGenerations):
+            raise TypeError(
+                f"{type(storage).__name__} says that it supports generations but lacks a part of SupportsGenerations: "
+                "it needs slot_generations, generations and lock. See the documentation of that protocol."
+            )
+        plain = isinstance(writer, RoundRobinWriter) and not isinstance(writer, GenerationalWriterMixin)
+        if plain or not getattr(writer, "tracks_generations", False):
+            raise TypeError(
+                f"{user} needs a writer that tracks generations, got {type(writer).__name__}. Use "
+                "GenerationalRoundRobinWriter or GenerationalTensorDictRoundRobinWriter."
+            )
+        for candidate in (sampler, self.__dict__.get("_prioritized_sampler")):
+            if isinstance(candidate, GenerationalPrioritizedSampler):
+                candidate.fit(storage)
+            if isinstance(candidate, PrioritizedSampler):
+                check_capacity(candidate, storage)
+
+    # ---------------------------------------------------------------- locks
+
+    # The lock belongs to the storage and covers processes too once shared: TorchRL's `with self._replay_lock,
+    # self._write_lock` therefore takes it once, and so does every method that in TorchRL takes only the first.
+
+    @property
+    def _replay_lock(self) -> Any:
+        storage = self.__dict__.get("_storage")
+        return self.__dict__["_replay_lock"] if storage is None else storage.lock
+
+    @_replay_lock.setter
+    def _replay_lock(self, lock: Any) -> None:
+        self.__dict__["_replay_lock"] = lock
+
+    def share(self, shared: bool = True) -> Any:
+        """Makes the storage's lock exclude other processes too. Returns the buffer."""
+        super().share(shared)
+        self._write_lock = contextlib.nullcontext()
+        storage = self.__dict__.get("_storage")
+        if shared and storage is not None:
+            storage.lock.share()
+        return self
+
+    def _exclusive(self) -> Any:
+        """The storage's lock; nothing while ``torch.compile`` traces, which cannot hold one."""
+        return contextlib.nullcontext() if torch.compiler.is_compiling() else self._replay_lock
+
+    # ---------------------------------------------------------------- sampling
+
+    @pin_memory_output  # type: ignore[untyped-decorator]
+    def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        with self._exclusive():
+            storage = self._storage
+            self._catch_up()
+            sampler = self._sampler if getattr(self, "_sync", True) else self.prioritized_sampler
+            index, info = sampler.sample(storage, batch_size)
+            if self._sample_unit is not None:
+                index, info = self._sample_unit.expand(index, info, storage)
+                if "anchor_index" in info:
+                    info["anchor_generation"] = self._generations_now(info["anchor_index"])
+            info["index"] = index
+            info[GENERATION_KEY] = self._generations_now(index)
+            data = storage.get(_on_device_of(index, storage))
+        data = self._collate_fn(data)
+        if self._transform is not None and len(self._transform):
+            data, info = self._transform_sample(data, info)
+        return data, info
+
+    def _generations_now(self, index: Any) -> torch.Tensor:
+        """Stamps of an index that a sampler just drew. Lock held."""
+        generations: SlotGenerations = self._storage.slot_generations
+        if isinstance(index, torch.Tensor) and self._storage.ndim > 1:
+            index = index.unbind(-1)
+        return generations.lookup(rows_of(index))
+
+    def _transform_sample(self, data: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        collection = is_tensor_collection(data)
+        unlocked = data.unlock_() if collection else contextlib.nullcontext()
+        with unlocked, _set_dispatch_td_nn_modules(collection):
+            return follow(data, info, self._transform, attach=self._visible_handles)
+
+    #: Entries of the info that a transform of this class of buffers finds in the batch.
+    _visible_handles: tuple[str, ...] = ()
+
+    # ---------------------------------------------------------------- writing
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Puts new records into slots: their stamps advance."""
+        storage = self.storage
+        with self._replay_lock:
+            if isinstance(index, tuple) and len(index) > 1 and not isinstance(index[0], str | tuple):
+                # TorchRL writes this form through a view, past the storage's own set()
+                dim = self.dim_extend
+                rows = index[dim] if dim < len(index) else slice(None)
+                if Ellipsis in [part for part in index if not isinstance(part, torch.Tensor)]:
+                    rows = slice(None)
+                storage.slot_generations.advance(rows_written(rows, int(storage.generations.shape[0])))
+            super().__setitem__(index, value)
+
+    def mark_update(self, index: Any) -> None:
+        """Gives the records at ``index`` the sampler's default priority."""
+        self._ready()
+        with self._exclusive():
+            super().mark_update(index)
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Removes all records: every handle is stale and prefetched batches are dropped.
+
+        Args:
+            empty_write_count: whether the count of written records starts again at 0.
+        """
+        self._ready()
+        with self._futures_lock:
+            self._clear_prefetch_queue_locked()
+            with self._replay_lock:
+                super().empty(empty_write_count=empty_write_count)
+
+    # ---------------------------------------------------------------- exchange of parts
+
+    def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
+        """Replaces the storage and returns the previous one.
+
+        Raises:
+            TypeError: if it cannot carry generations.
+            ValueError: if it is larger than the sampler.
+        """
+        self._check_parts(storage, self.sampler, self.writer)
+        first, second = sorted((self._replay_lock, storage.lock), key=id)  # one order for all threads
+        with self._futures_lock, first, second:
+            self._clear_prefetch_queue_locked()
+            previous: Storage = super().set_storage(storage, collate_fn)
+            if self in previous._attached_entities:
+                previous._attached_entities.remove(self)
+            storage.attach(self)
+            self._writer.register_storage(storage)
+            if self.shared:
+                storage.lock.share()
+        return previous
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Replaces the writer and returns the previous one.
+
+        Raises:
+            TypeError: if it does not track generations.
+        """
+        self._check_parts(self.storage, self.sampler, writer)
+        with self._replay_lock:
+            previous: Writer = super().set_writer(writer)
+        return previous
+
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Replaces the sampler and returns the previous one.
+
+        Raises:
+            ValueError: if it has priorities and is smaller than the storage.
+        """
+        self._check_parts(self.storage, sampler, self.writer)
+        with self._replay_lock:
+            previous: Sampler = super().set_sampler(sampler)
+        return previous
+
+
+def _on_device_of(index: Any, storage: Any) -> Any:
+    """A sampler's index where the storage can use it."""
+    device = getattr(storage, "device", None)
+    if device is None or device == "auto":
+        return index
+    if isinstance(index, tuple):
+        return tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in index)
+    return index.to(device) if isinstance(index, torch.Tensor) else index

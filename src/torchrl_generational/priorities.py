@@ -1,0 +1,102 @@
+"""Priorities as callers hand them in -> values that a priority tree can hold, or an error before anything changes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["as_priority", "check_leaf", "match_shape"]
+
+
+def as_priority(priority: Any, *, dtype: torch.dtype, device: torch.device, name: str = "priority") -> torch.Tensor:
+    """``priority`` cast to the tree's dtype, on the tree's device, shape kept.
+
+    Args:
+        priority: a number, tensor, array or (nested) list of any real dtype.
+        dtype: the tree's dtype.
+        device: the tree's device.
+        name: what the caller calls it.
+
+    Raises:
+        TypeError: if it does not hold real numbers.
+        ValueError: if a value is NaN, infinite (also after the cast) or negative; names the row.
+    """
+    if not isinstance(priority, torch.Tensor):
+        try:
+            array = np.asarray(priority)
+        except ValueError as err:  # ragged lists
+            raise TypeError(f"{name} must hold numbers of one shape, got {priority!r}.") from err
+        if array.dtype.kind not in "iuf":
+            raise TypeError(f"{name} must hold real numbers, got {type(priority).__name__} of {array.dtype}.")
+        # NumPy's long double and big-endian arrays have no torch dtype
+        priority = torch.from_numpy(np.array(array, dtype=np.float64 if array.dtype.kind == "f" else np.int64))
+    elif priority.dtype == torch.bool or priority.is_complex():
+        raise TypeError(f"{name} must hold real numbers, got a tensor of {priority.dtype}.")
+    values: torch.Tensor = priority.detach().to(device=device, dtype=dtype)
+    if values.numel():
+        low, high = values.aminmax()
+        # NaN fails both comparisons
+        if not (low >= 0 and high < math.inf):
+            _refuse_value(values, priority, name)
+    return values
+
+
+def _refuse_value(values: torch.Tensor, given: torch.Tensor, name: str) -> None:
+    flat = values.reshape(-1)
+    row = int((~((flat >= 0) & (flat < math.inf))).nonzero()[0, 0])
+    came = given.detach().reshape(-1)[row].item()
+    where = f" at row {row}" if flat.numel() > 1 else ""
+    raise ValueError(
+        f"{name} must be finite and >= 0 in the tree's {values.dtype}, got {came}{where}. Nothing was updated. Pass "
+        "the absolute TD error, and look for the step of the learner that produced this value."
+    )
+
+
+def match_shape(priority: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """One priority per handle: a 0-d tensor for all of them, else a flat ``[M]`` tensor.
+
+    ``priority`` may be a number, ``shape``, ``shape + [1]``, or the beginning of ``shape`` where handles were
+    expanded over the dimensions of a stored trajectory.
+
+    Raises:
+        ValueError: for any other shape.
+    """
+    given = priority.shape
+    if priority.ndim == 0:
+        return priority
+    if given == shape:
+        return priority.reshape(-1)
+    if given == (*shape, 1):
+        return priority.reshape(-1)
+    if tuple(shape[: len(given)]) == tuple(given):
+        return priority.reshape(*given, *(1,) * (len(shape) - len(given))).expand(shape).reshape(-1)
+    raise ValueError(
+        f"priority has shape {tuple(given)} but the handles have shape {tuple(shape)}. Pass a number, or one priority "
+        f"per handle: shape {tuple(shape)} or {(*shape, 1)}."
+    )
+
+
+def check_leaf(priority: torch.Tensor, *, alpha: float, eps: float, capacity: int, name: str = "priority") -> None:
+    """Refuses priorities whose leaf ``(priority + eps) ** alpha`` could overflow the tree's total.
+
+    The largest leaf times the capacity must be representable, so that no sum over the ring is ever infinite.
+
+    Raises:
+        ValueError: if the largest priority is too large.
+    """
+    if not priority.numel():
+        return
+    high = float(priority.max())
+    limit = torch.finfo(priority.dtype).max / capacity
+    try:
+        fits = (high + eps) ** alpha <= limit
+    except OverflowError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name} {high} is too large: ({name} + {eps}) ** {alpha} summed over {capacity} slots overflows "
+            f"{priority.dtype}. Nothing was updated. Clip the TD errors, or use a sampler with dtype=torch.float64."
+        )

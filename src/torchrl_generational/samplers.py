@@ -1,0 +1,216 @@
+"""Samplers: TorchRL's, handing out the generation of every record they draw and guarding what enters their trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_generational.generations import GENERATION_KEY, generations_on
+from torchrl_generational.indexing import as_int64, cells_of, keep_last, rows_of
+from torchrl_generational.priorities import as_priority, check_leaf
+
+__all__ = ["GenerationalPrioritizedSampler", "check_capacity", "store_priorities"]
+
+
+def tree_dtype(sampler: PrioritizedSampler) -> torch.dtype:
+    """The dtype of a sampler's trees (TorchRL also accepts tensor types in its place)."""
+    return torch.float64 if sampler.dtype in (torch.float64, torch.DoubleTensor) else torch.float32
+
+
+def check_capacity(sampler: PrioritizedSampler, storage: Any) -> None:
+    """Refuses a sampler whose trees are smaller than the storage: TorchRL's trees do not check bounds.
+
+    Raises:
+        ValueError: naming both sizes.
+    """
+    cells = _num_cells(storage)
+    if cells > sampler._max_capacity:
+        raise ValueError(
+            f"{type(sampler).__name__} has max_capacity={sampler._max_capacity} but the storage holds "
+            f"{cells} records: priorities would be written outside the tree. Give the sampler the "
+            "storage's max_size."
+        )
+
+
+def _num_cells(storage: Any) -> int:
+    generations = getattr(storage, "generations", None)
+    return int(storage.max_size if generations is None else generations.numel())
+
+
+def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
+    """Writes checked priorities to checked cells. The caller holds the storage's lock.
+
+    Where a cell stands more than once, the last row wins, and the running maximum sees only that one.
+
+    Args:
+        sampler: any prioritized sampler.
+        cells: int64 ``[M]`` within the sampler's capacity.
+        priority: 0-d or ``[M]``, of the tree's dtype, finite and >= 0.
+    """
+    if not cells.numel():
+        return
+    if priority.ndim:
+        maximum = sampler._max_priority[0]
+        # only a row that raises the maximum can raise it wrongly: look for repeated cells then
+        if maximum is None or priority.max() > maximum:
+            keep = keep_last(cells)
+            if keep is not None:
+                cells, priority = cells[keep], priority[keep]
+    PrioritizedSampler.update_priority(sampler, cells, priority)
+
+
+class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc]  # TorchRL is untyped
+    r"""A prioritized sampler whose samples carry the generation of every record.
+
+    Takes the arguments of :class:`~torchrl.data.replay_buffers.samplers.PrioritizedSampler`, in their order, and
+    draws with the same probabilities: :math:`P(i) = (p_i + \epsilon)^\alpha / \sum_j (p_j + \epsilon)^\alpha`, with
+    importance weights :math:`(P(i) / \min_j P(j))^{-\beta}` (Schaul et al., "Prioritized experience replay", 2016,
+    section 3.3 and 3.4).
+
+    What differs: ``sample`` adds ``index_generation`` to its info, so that a stock buffer hands it out too;
+    priorities of any real dtype are accepted and cast to the tree's; NaN, infinite and negative priorities, and
+    indices outside the tree, are refused before anything changes; where one call names a slot twice, the running
+    maximum sees the value that was stored.
+
+    Thread safety: none of its own; a buffer calls it under the storage's lock.
+
+    Example:
+        >>> from torchrl_generational import GenerationalLazyTensorStorage, GenerationalReplayBuffer
+        >>> rb = GenerationalReplayBuffer(
+        ...     storage=GenerationalLazyTensorStorage(8),
+        ...     sampler=GenerationalPrioritizedSampler(8, alpha=0.7, beta=0.5),
+        ...     batch_size=4,
+        ... )
+        >>> index = rb.extend(torch.arange(8))
+        >>> data, info = rb.sample(return_info=True)
+        >>> info["index_generation"]
+        tensor([0, 0, 0, 0])
+    """
+
+    @classmethod
+    def like(cls, sampler: PrioritizedSampler) -> GenerationalPrioritizedSampler:
+        """A sampler of this class with the configuration of ``sampler`` and no priorities. O(capacity)."""
+        return cls(
+            sampler._max_capacity,
+            sampler._alpha,
+            sampler._beta,
+            sampler._eps,
+            sampler.dtype,
+            sampler.reduction,
+            sampler._max_priority_within_buffer,
+            sampler._device,
+        )
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """Draws ``batch_size`` records in proportion to their priority. O(batch log capacity).
+
+        Returns:
+            The index (int64 ``[batch_size]``, or a tuple of coordinates for a storage of several dimensions) and an
+            info dict with ``priority_weight`` (``[batch_size]``) and ``index_generation`` (int64 ``[batch_size]``).
+
+        Raises:
+            TypeError: if the storage cannot carry generations.
+            RuntimeError: if the storage is empty.
+            ValueError: if it holds more records than the trees.
+        """
+        generations = generations_on(storage, user=type(self).__name__)
+        self.fit(storage)
+        if len(storage) > self._max_capacity:
+            check_capacity(self, storage)
+        index, info = super().sample(storage, batch_size)
+        info[GENERATION_KEY] = generations.lookup(rows_of(index))
+        return index, info
+
+    @torch.no_grad()
+    def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
+        """Writes priorities by raw index, whatever record is there now. O(rows log capacity).
+
+        Prefer :meth:`~torchrl_generational.GenerationalReplayBufferMixin.update_priority_if_present`, which knows
+        whether the record is still the one that was sampled.
+
+        Args:
+            index: flat cells, ``[...]``; or coordinates ``[..., ndim]`` of ``storage``. -1 marks a row to ignore, as
+                TorchRL's max-value writer does.
+            priority: a number, or as many real numbers as rows.
+            storage: needed for coordinates.
+
+        Raises:
+            IndexError: if an index lies outside the tree, or outside the written part of ``storage``.
+            TypeError: if the index does not hold integers or the priority no real numbers.
+            ValueError: if a priority is NaN, infinite, negative or too large, or there is not one per row.
+        """
+        self._maybe_init_from_storage(storage)
+        if storage is not None:
+            self.fit(storage)
+        cells = self._cells(index, storage)
+        values = as_priority(priority, dtype=tree_dtype(self), device=self.device)
+        if values.numel() == 1:
+            values = values.reshape(())
+        elif values.numel() != cells.numel():
+            raise ValueError(
+                f"priority should be a number or an iterable of the same length as index. Got priority of shape "
+                f"{tuple(values.shape)} for {cells.numel()} indices."
+            )
+        else:
+            values = values.reshape(-1)
+        check_leaf(values, alpha=self._alpha, eps=self._eps, capacity=self._max_capacity)
+        real = cells >= 0
+        if not real.all():
+            cells = cells[real]
+            values = values[real] if values.ndim else values
+        store_priorities(self, cells, values)
+
+    def _cells(self, index: Any, storage: Storage | None) -> torch.Tensor:
+        """``index`` as flat cells ``[M]``, -1 where the row is to be ignored."""
+        cells = as_int64("index", index, self.device)
+        limit, place = self._max_capacity, "the tree's capacity"
+        if cells.ndim > 1:
+            if storage is None:
+                raise RuntimeError(
+                    "storage should be provided to Sampler.update_priority when the storage has more than one "
+                    "dimension."
+                )
+            ndim = storage.ndim
+            if cells.shape[-1] != ndim:
+                raise ValueError(
+                    f"index of shape {tuple(cells.shape)} does not hold coordinates of a storage with {ndim} "
+                    f"dimension(s): its last dimension should be {ndim}."
+                )
+            space = tuple(storage.shape)
+            ignored = (cells < 0).any(-1)
+            beyond = (cells >= torch.tensor(space, device=cells.device)).any(-1) & ~ignored
+            if beyond.any():
+                raise IndexError(f"index {cells[beyond][0].tolist()} lies outside the storage's written part {space}.")
+            cells = torch.where(ignored, -1, cells_of(cells, space))
+        elif storage is not None and len(storage) < limit:
+            limit, place = len(storage), "the number of records in the storage"
+        cells = cells.reshape(-1)
+        if cells.numel():
+            low, high = cells.aminmax()
+            if low < -1 or high >= limit:
+                wrong = int(low if low < -1 else high)
+                raise IndexError(
+                    f"index {wrong} is outside [0, {limit}), {place}. Nothing was updated. Pass the index of a sample."
+                )
+        return cells
+
+    def fit(self, storage: Storage) -> None:
+        """Makes room where a storage of several dimensions rounded its capacity up to whole rows.
+
+        O(capacity), once; O(1) ever after.
+        """
+        excess = _num_cells(storage) - self._max_capacity
+        if excess <= 0 or storage.ndim == 1 or not storage.shape:
+            return
+        if excess >= torch.Size(storage.shape[1:]).numel():
+            return  # more than rounding accounts for: the sampler was made for another size
+        cells = torch.arange(self._max_capacity, device=self.device)
+        sums, minima = self._sum_tree[cells], self._min_tree[cells]
+        maximum = self.__dict__["_max_priority"]
+        self._max_capacity += excess
+        self._init()
+        self._sum_tree[cells], self._min_tree[cells] = sums, minima
+        self._max_priority = maximum

@@ -1,0 +1,220 @@
+"""Storages: TorchRL's, with a :class:`SlotGenerations` beside the data.
+
+The storage is the only place where stamps advance: every road by which a slot receives a new record ends in its
+``set``, ``_empty`` or loads, whoever calls them. Stamps advance *before* data changes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import is_tensor_collection, is_tensorclass
+from torch.utils._pytree import tree_map
+from torchrl.data.replay_buffers.storages import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    TensorStorage,
+)
+
+from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
+from torchrl_generational.indexing import keep_last, rows_written
+from torchrl_generational.locks import StorageLock
+
+__all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
+
+# A plain class, which stands in front of one of TorchRL's.
+_Base: Any = TensorStorage if TYPE_CHECKING else object
+
+
+class _GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyped
+    """Adds stamps and the lock that guards them to one of TorchRL's tensor storages.
+
+    Attributes:
+        lock: guards everything about this storage: data, length, stamps, and the samplers and writers of all buffers
+            on it. Buffers take it; the methods here do not.
+    """
+
+    lock: StorageLock
+    _generations: SlotGenerations  # guarded by lock
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lock = StorageLock()
+        # Rows of an n-D storage are known only after its first write, and never more than max_size.
+        rows = self._num_rows() if self.initialized else self.max_size
+        self._generations = SlotGenerations(rows, device=self._stamp_device())
+        if self.initialized:  # built around existing records
+            self._generations.mark_written(rows)
+
+    @property
+    def supports_generations(self) -> bool:
+        """True: the slots of this storage carry generations."""
+        return True
+
+    @property
+    def slot_generations(self) -> SlotGenerations:
+        """The stamps of the storage's dim-0 rows."""
+        return self._generations
+
+    @property
+    def generations(self) -> torch.Tensor:
+        """The stamps in the storage's index space, int64, on the storage's device. O(1).
+
+        Shape ``[max_size]``, or ``[rows, ...]`` for a storage of several dimensions: an expanded view, since a write
+        replaces whole rows. This is the live tensor: read it under :attr:`lock`, never write to it.
+        """
+        values = self._generations.values
+        if self.ndim == 1 or not self.initialized:
+            return values
+        rows, *inner = self._total_shape
+        return values[:rows].reshape(-1, *(1,) * len(inner)).expand(rows, *inner)
+
+    @property
+    def record_ndim(self) -> int:
+        """Batch dimensions of one record: 1 where each slot stores a trajectory. Its handle repeats over them."""
+        data = self._storage
+        return data.ndim - self.ndim if self.initialized and is_tensor_collection(data) else 0
+
+    # The attribute that TorchRL's writers read and write stamps by (checkpoints go through it as well).
+    @property
+    def _slot_generations(self) -> torch.Tensor:
+        values = self._generations.values
+        return values[: self._num_rows()] if self.initialized else values
+
+    @_slot_generations.setter
+    def _slot_generations(self, values: torch.Tensor) -> None:
+        self._generations.restore(values)
+
+    def _num_rows(self) -> int:
+        """Rows along dim 0 of an initialised storage."""
+        return self.max_size if self.ndim == 1 else int(self._total_shape[0])
+
+    def _stamp_device(self) -> torch.device | str:
+        return "cpu" if self.device in (None, "auto") else self.device
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Puts new records into slots: their stamps advance, then their data changes.
+
+        Where a slot is named more than once, its stamp counts every record and its data is the last one's. Handles
+        among the data (``index_generation`` of a sample that is written back) are not stored.
+
+        Args:
+            cursor: rows to write, in any form that TorchRL's storages accept.
+            data: the records, leading dimensions as ``cursor``.
+            set_cursor: whether this write moves the storage's notion of its newest record, and its length.
+
+        Raises:
+            IndexError: if a row lies outside the storage; nothing has changed then.
+        """
+        data = _without_handles(data)
+        num_rows = self._rows_for(cursor, data)
+        rows = rows_written(cursor, num_rows)
+        self._generations.advance(rows)
+        if isinstance(rows, torch.Tensor) and isinstance(cursor, torch.Tensor) and cursor.dtype != torch.bool:
+            keep = _last_of_each(rows, num_rows)
+            if keep is not None:
+                cursor, data = cursor[keep], _select(data, keep)
+        super().set(cursor, data, set_cursor=set_cursor)
+        if self._generations.device != torch.device(self._stamp_device()):
+            self._generations.to(self._stamp_device())
+
+    def _rows_for(self, cursor: Any, data: Any) -> int:
+        if self.initialized or self.ndim == 1:
+            return self._num_rows()
+        if isinstance(cursor, int) or (isinstance(cursor, torch.Tensor) and cursor.ndim == 0):
+            return int(self._max_size_along_dim0(single_data=data))
+        if isinstance(data, list):
+            return int(self._max_size_along_dim0(single_data=data[0]))
+        return int(self._max_size_along_dim0(batched_data=data))
+
+    def _empty(self) -> None:
+        self._generations.invalidate()
+        super()._empty()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
+        super().load_state_dict(state_dict)
+        self._replaced()
+
+    def loads(self, path: str | Path) -> None:
+        """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
+        super().loads(path)
+        self._replaced()
+
+    def _replaced(self) -> None:
+        self._generations.invalidate()
+        if self.initialized and len(self):
+            self._generations.mark_written(int(self._len_along_dim0))
+
+
+def _without_handles(data: Any) -> Any:
+    if is_tensor_collection(data) and not is_tensorclass(data):
+        if GENERATION_KEY in data:
+            return data.exclude(GENERATION_KEY)
+    elif isinstance(data, list):
+        return [_without_handles(item) for item in data]
+    return data
+
+
+def _last_of_each(rows: torch.Tensor, num_rows: int) -> slice | torch.Tensor | None:
+    """Which records to write so that each row is written once, by its last record; ``None`` for all of them.
+
+    Torch does not say which of several writes to one row stays.
+    """
+    step = rows.diff()
+    if bool(((step == 1) | (step == 1 - num_rows)).all()):  # round robin: rows repeat once the ring is full
+        return slice(-num_rows, None) if rows.numel() > num_rows else None
+    return keep_last(rows)
+
+
+def _select(data: Any, keep: slice | torch.Tensor) -> Any:
+    if isinstance(data, list):
+        return data[keep] if isinstance(keep, slice) else [data[position] for position in keep.tolist()]
+    if is_tensor_collection(data) or isinstance(data, torch.Tensor):
+        return data[keep]
+    return tree_map(lambda leaf: leaf[keep], data)
+
+
+class GenerationalTensorStorage(_GenerationalStorageMixin, TensorStorage):  # type: ignore[misc]
+    """:class:`~torchrl.data.replay_buffers.storages.TensorStorage` with a generation per slot.
+
+    Takes the arguments of its TorchRL parent, in their order. The records it is built around count as the first of
+    their slots: generation 0. The stamps cost 8 bytes per row.
+
+    Example:
+        >>> storage = GenerationalTensorStorage(torch.zeros(3, 2))
+        >>> storage.generations
+        tensor([0, 0, 0])
+        >>> storage[1] = torch.ones(2)
+        >>> storage.generations
+        tensor([0, 1, 0])
+    """
+
+
+class GenerationalLazyTensorStorage(_GenerationalStorageMixin, LazyTensorStorage):  # type: ignore[misc]
+    """:class:`~torchrl.data.replay_buffers.storages.LazyTensorStorage` with a generation per slot.
+
+    Takes the arguments of its TorchRL parent, in their order. The stamps cost 8 bytes per slot, allocated here.
+
+    Example:
+        >>> storage = GenerationalLazyTensorStorage(4)
+        >>> storage.set(range(2), torch.zeros(2))
+        >>> storage.generations
+        tensor([ 0,  0, -1, -1])
+    """
+
+
+class GenerationalLazyMemmapStorage(_GenerationalStorageMixin, LazyMemmapStorage):  # type: ignore[misc]
+    """:class:`~torchrl.data.replay_buffers.storages.LazyMemmapStorage` with a generation per slot.
+
+    Takes the arguments of its TorchRL parent, in their order. The records lie in memory-mapped files, the stamps
+    (8 bytes per slot) in memory.
+
+    Example:
+        >>> storage = GenerationalLazyMemmapStorage(4)
+        >>> storage.set(range(2), torch.zeros(2))
+        >>> storage.generations
+        tensor([ 0,  0, -1, -1])
+    """

@@ -1,0 +1,204 @@
+"""The mixin for tensordict buffers: handles inside the sample, write and first priority in one section."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from tensordict.nn.utils import _set_dispatch_td_nn_modules
+from tensordict.utils import expand_as_right
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+from torchrl.data.replay_buffers.utils import _reduce
+from torchrl.data.replay_buffers.writers import Writer
+
+from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
+from torchrl_generational.indexing import keep_last
+from torchrl_generational.mixin import GenerationalReplayBufferMixin
+from torchrl_generational.priorities import as_priority, check_leaf
+from torchrl_generational.result import UpdateResult
+from torchrl_generational.samplers import tree_dtype
+from torchrl_generational.writers import GenerationalTensorDictRoundRobinWriter
+
+__all__ = ["GenerationalTensorDictReplayBufferMixin"]
+
+_Buffer: Any = TensorDictReplayBuffer if TYPE_CHECKING else object
+
+
+class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Buffer):  # type: ignore[misc]
+    """:class:`GenerationalReplayBufferMixin` for TorchRL's tensordict buffers.
+
+    Samples carry ``index`` and ``index_generation`` as entries. ``add`` and ``extend`` write a record and its first
+    priority in one section, so that no other thread sees the one without the other.
+
+    Thread safety, arguments and errors as :class:`GenerationalReplayBufferMixin`.
+    """
+
+    _default_writer: type[Writer] = GenerationalTensorDictRoundRobinWriter
+    _visible_handles = ("index", GENERATION_KEY)
+
+    def update_tensordict_priority_if_present(self, data: TensorDictBase) -> UpdateResult:
+        """Updates the priorities of a sample's records that are still in their slots.
+
+        Reads ``index``, ``index_generation`` and the buffer's ``priority_key`` from ``data``. What is more than one
+        number per record (a trajectory stored as one record, a TD error per head) is reduced by the sampler's
+        ``reduction``, as TorchRL's ``update_tensordict_priority`` does. A sample that a sample unit expanded updates
+        its anchors, with the maximum over each anchor's valid records.
+
+        Args:
+            data: a sample of this buffer, or any part or reshaping of one, with the priority entry set.
+
+        Returns:
+            An :class:`UpdateResult` with masks of the sample's batch shape (its leading dimensions, where each record
+            is a trajectory).
+
+        Raises:
+            KeyError: if one of the three entries is missing.
+            TypeError, ValueError, IndexError, RuntimeError: as ``update_priority_if_present``.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from torchrl_generational import GenerationalLazyTensorStorage
+            >>> from torchrl_generational import GenerationalTensorDictPrioritizedReplayBuffer
+            >>> rb = GenerationalTensorDictPrioritizedReplayBuffer(
+            ...     alpha=0.7, beta=0.5, storage=GenerationalLazyTensorStorage(8), batch_size=4
+            ... )
+            >>> index = rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
+            >>> sample = rb.sample()
+            >>> sample["td_error"] = torch.rand(4)
+            >>> rb.update_tensordict_priority_if_present(sample).num_updated
+            4
+        """
+        method = "update_tensordict_priority_if_present"
+        storage = self._written_storage(method)
+        sampler = self._priority_sampler(method)
+        anchored = self._sample_unit is not None and "anchor_index" in data
+        names = ("anchor_index", "anchor_generation") if anchored else ("index", GENERATION_KEY)
+        index, generation, priority = (self._entry(data, key, method) for key in (*names, self.priority_key))
+        # trajectories stored as records repeat their handle over their own dimensions
+        shape = data.batch_size[: max(data.ndim - int(getattr(storage, "record_ndim", 0)), 0)]
+        coordinates = 1 if storage.ndim > 1 else 0
+        while index.ndim > len(shape) + coordinates:
+            index = index[..., 0]
+        while generation.ndim > len(shape):
+            generation = generation[..., 0]
+        priority = priority.to(tree_dtype(sampler))
+        if priority.shape != shape:
+            priority = _reduce(priority.reshape(*shape, -1), sampler.reduction, dim=-1)
+        if anchored:
+            priority = _per_anchor(index, generation, priority, data.get("validity_mask", None))
+        return self.update_priority_if_present(index=index, generation=generation, priority=priority)
+
+    def _entry(self, data: TensorDictBase, key: Any, method: str) -> torch.Tensor:
+        value = data.get(key, None)
+        if value is None:
+            raise KeyError(
+                f"{type(self).__name__}.{method} reads the entry {key!r}, and the data has only "
+                f"{sorted(map(str, data.keys()))}. Pass a sample of this buffer, with its TD errors under "
+                f"{self.priority_key!r}."
+            )
+        entry: torch.Tensor = value
+        return entry
+
+    def add(self, data: Any) -> Any:
+        """Writes one record and its first priority in one section; see TorchRL's ``add``.
+
+        Raises:
+            ValueError: if the priority entry is NaN, infinite, negative or too large; nothing has been written then.
+        """
+        self._ready()
+        if not getattr(self, "_sync", True):
+            return super().add(data)
+        # User code, possibly slow: before the lock, as in TorchRL.
+        if self._transform is not None:
+            with _set_dispatch_td_nn_modules(is_tensor_collection(data)):
+                data = self._transform.inv(data)
+        if data is None:
+            return torch.zeros((0, self._storage.ndim), dtype=torch.long)
+        self._first_priority(data)
+        with self._exclusive():
+            index = self._add(data)
+            if index is not None:
+                if is_tensor_collection(data):
+                    self._set_index_in_td(data, index)
+                self.update_tensordict_priority(data)
+        return index
+
+    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Writes records and their first priorities in one section; see TorchRL's ``extend``.
+
+        Args:
+            tensordicts: the records.
+            update_priority: whether a priority entry among the data is used. Defaults to True.
+
+        Raises:
+            ValueError: if a first priority is NaN, infinite, negative or too large; nothing has been written then.
+            RuntimeError: if there is not one first priority per record; nothing has been written then.
+        """
+        self._ready()
+        if not getattr(self, "_sync", True) or not isinstance(tensordicts, TensorDictBase):
+            written: torch.Tensor = super().extend(tensordicts, update_priority=update_priority)
+            return written
+        if self._transform is not None:
+            tensordicts = self._transform.inv(tensordicts)
+        if tensordicts is None:
+            return torch.zeros((0, self._storage.ndim), dtype=torch.long)
+        priority = None
+        if update_priority is None or update_priority:
+            priority = self._first_priority(tensordicts)
+            records = tensordicts.batch_size[: self._storage.ndim].numel()
+            if priority is not None and priority.numel() != records and isinstance(self._sampler, PrioritizedSampler):
+                raise RuntimeError(
+                    f"Failed to update priority of extended data: {records} records came with {self.priority_key!r} "
+                    f"of shape {tuple(priority.shape)}. Nothing was written. Pass one priority per record, or set "
+                    "update_priority=False in the extend method and update the priority manually."
+                )
+        with self._exclusive():
+            index: torch.Tensor = self._extend(tensordicts)
+            self._set_index_in_td(tensordicts, index)
+            if priority is not None:
+                self.update_priority(index, priority)
+        return index
+
+    def _first_priority(self, data: Any) -> Any:
+        """The priority entry of data about to be written, refused before anything is if no tree can hold it."""
+        priority = data.get(self.priority_key, None) if is_tensor_collection(data) else None
+        sampler = self._sampler
+        if priority is not None and isinstance(sampler, PrioritizedSampler):
+            name = f"entry {self.priority_key!r}"
+            values = as_priority(priority, dtype=tree_dtype(sampler), device=sampler.device, name=name)
+            check_leaf(values, alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity, name=name)
+        return priority
+
+    def _set_index_in_td(self, tensordict: TensorDictBase, index: Any) -> None:
+        """Tells the written data where it went; a sample written back gets its new stamps as well. Lock held."""
+        super()._set_index_in_td(tensordict, index)
+        if index is None or GENERATION_KEY not in tensordict:
+            return
+        cells = torch.as_tensor(index)
+        stamps = self._generations_now(cells)
+        if self._storage.ndim == 1 and cells.ndim:
+            keep = keep_last(cells)
+            if keep is not None:  # longer than the ring: earlier records of a slot are gone already
+                survivors = torch.full_like(stamps, NEVER_WRITTEN)
+                survivors[keep] = stamps[keep]
+                stamps = survivors
+        stamps = stamps.reshape(tensordict.batch_size[: self._storage.ndim] if cells.ndim else ())
+        tensordict.set(GENERATION_KEY, expand_as_right(stamps, tensordict))
+
+
+def _per_anchor(
+    index: torch.Tensor, generation: torch.Tensor, priority: torch.Tensor, valid: torch.Tensor | None
+) -> torch.Tensor:
+    """For every row, the largest priority among the valid rows of its anchor."""
+    shape = priority.shape
+    anchor = torch.cat([index.reshape(generation.numel(), -1), generation.reshape(-1, 1)], -1)
+    _, group = torch.unique(anchor, dim=0, return_inverse=True)
+    source = priority.reshape(-1)
+    if valid is not None:
+        # every anchor's own record is valid, so no group is left without a value
+        source = torch.where(valid.reshape(shape).reshape(-1), source, -torch.inf)
+    largest = torch.full((int(group.max()) + 1 if group.numel() else 0,), -torch.inf, dtype=source.dtype)
+    largest = largest.to(source.device).scatter_reduce(0, group.to(source.device), source, "amax")
+    return largest[group.to(source.device)].reshape(shape)

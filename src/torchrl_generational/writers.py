@@ -1,0 +1,111 @@
+"""Writers: TorchRL's, on storages that stamp every record they are given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import is_tensor_collection, is_tensorclass
+from torchrl.data.replay_buffers.storages import Storage
+from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
+
+from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN, generations_on
+
+__all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
+
+# A plain class, which stands in front of one of TorchRL's.
+_Base: Any = RoundRobinWriter if TYPE_CHECKING else object
+
+
+class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untyped
+    """What makes a round-robin writer generational: it leaves the stamps to the storage, which advances them first."""
+
+    def __init__(self, compilable: bool = False, *, track_generations: bool = True) -> None:
+        if not track_generations:
+            raise ValueError(
+                f"{type(self).__name__} always tracks generations, got track_generations=False. Use TorchRL's "
+                f"{type(self).__name__.removeprefix('Generational')} where none are wanted."
+            )
+        super().__init__(compilable=bool(compilable), track_generations=True)
+
+    def register_storage(self, storage: Storage) -> None:
+        """Binds the writer to ``storage``. Stamps that were loaded before go to it, unless it has live ones.
+
+        Raises:
+            TypeError: if the storage cannot carry generations.
+        """
+        generations = generations_on(storage, user=type(self).__name__)
+        pending = self._pending_generation
+        super().register_storage(storage)
+        if pending is not None and bool((generations.values == NEVER_WRITTEN).all()):
+            self._generation = pending
+
+    def _bump_generation(self, index: Any, data: Any) -> None:
+        """Nothing left to do: the storage stamped the slots before their data changed."""
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        """Starts again at slot 0; the storage's own ``_empty`` makes the handles stale."""
+        self._cursor = 0
+        if empty_write_count:
+            self._write_count = 0
+
+
+class GenerationalRoundRobinWriter(GenerationalWriterMixin, RoundRobinWriter):  # type: ignore[misc]
+    """:class:`~torchrl.data.replay_buffers.writers.RoundRobinWriter` whose slots always carry generations.
+
+    Args:
+        compilable: as in TorchRL.
+        track_generations: accepted so that the class can stand where TorchRL's stands; must be True.
+
+    Raises:
+        ValueError: for ``track_generations=False``.
+
+    Thread and process safety: none of its own; a buffer calls it under the storage's lock.
+
+    Example:
+        >>> from torchrl_generational import GenerationalLazyTensorStorage
+        >>> writer = GenerationalRoundRobinWriter()
+        >>> writer.register_storage(GenerationalLazyTensorStorage(4))
+        >>> writer.generations_of(writer.extend(torch.arange(6)))
+        tensor([1, 1, 0, 0, 1, 1])
+    """
+
+
+class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDictRoundRobinWriter):  # type: ignore[misc]
+    """:class:`~torchrl.data.replay_buffers.writers.TensorDictRoundRobinWriter` whose slots always carry generations.
+
+    Arguments, errors and safety as :class:`GenerationalRoundRobinWriter`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_generational import GenerationalLazyTensorStorage
+        >>> writer = GenerationalTensorDictRoundRobinWriter()
+        >>> writer.register_storage(GenerationalLazyTensorStorage(4))
+        >>> index = writer.extend(TensorDict({"x": torch.arange(3)}, [3]))
+        >>> writer.generations_of(index)
+        tensor([0, 0, 0])
+    """
+
+    def add(self, data: Any) -> int | torch.Tensor:
+        """Writes one record and returns its index. The data's ``index`` entry becomes the slot."""
+        _withdraw_handles(data)
+        result: int | torch.Tensor = super().add(data)
+        return result
+
+    def extend(self, data: Any) -> torch.Tensor:
+        """Writes records one after the other and returns their indices, one per record."""
+        _withdraw_handles(data)
+        result: torch.Tensor = super().extend(data)
+        return result
+
+    def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
+        """Writes records to explicit slots without moving the cursor."""
+        _withdraw_handles(data)
+        result: int | torch.Tensor = super().write_at(index, data)
+        return result
+
+
+def _withdraw_handles(data: Any) -> None:
+    """A sample written back gets a new ``index``; until it also gets the new stamp, its old one names nothing."""
+    if is_tensor_collection(data) and not is_tensorclass(data) and GENERATION_KEY in data:
+        data.set(GENERATION_KEY, torch.full_like(data.get(GENERATION_KEY), NEVER_WRITTEN))
