@@ -57,7 +57,8 @@ def follow(
     data.set(CARRIER_KEY, _carrier(data))
     for key in attach:
         value = info[key]
-        data.set(key, torch.stack(value, -1) if isinstance(value, tuple) else _expand_right(value, data))
+        value = torch.stack(value, -1) if isinstance(value, tuple) else _expand_right(value, data)
+        data.set(key, value.clone())  # a transform may write into it
     result = transform(data)
     if not isinstance(result, TensorDictBase):
         return result, info

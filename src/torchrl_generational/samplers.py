@@ -120,9 +120,29 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         self.fit(storage)
         if len(storage) > self._max_capacity:
             check_capacity(self, storage)
-        index, info = super().sample(storage, batch_size)
+        if self._rng is not None and self.device.type == "cpu" and tree_dtype(self) == torch.float64:
+            index, info = self._sample_double(storage, batch_size)
+        else:
+            index, info = super().sample(storage, batch_size)
         info[GENERATION_KEY] = generations.lookup(rows_of(index))
         return index, info
+
+    def _sample_double(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """The draw from float64 trees with a generator, where TorchRL hands them a float32 mass and fails.
+
+        Inverse-transform sampling: a mass uniform in ``[0, total)`` falls into the cell whose cumulative priority
+        first exceeds it.
+        """
+        num_cells = len(storage)
+        if not num_cells:
+            raise RuntimeError("Cannot sample from an empty storage.")
+        total, least = self._sum_tree.query(0, num_cells), self._min_tree.query(0, num_cells)
+        if not (total > 0 and least > 0):
+            raise RuntimeError(f"Cannot sample by priority: their sum is {total} and the smallest {least}.")
+        mass = torch.rand(batch_size, generator=self._rng, dtype=torch.float64) * total
+        cells = self._sum_tree.scan_lower_bound(mass).clamp_max_(num_cells - 1)
+        weight = (self._sum_tree[cells] / least) ** -self._beta
+        return torch.unravel_index(cells, storage.shape) if storage.ndim > 1 else cells, {"priority_weight": weight}
 
     @torch.no_grad()
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
-from tensordict.utils import expand_as_right
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import Writer
 
-from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
-from torchrl_generational.indexing import keep_last
+from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.priorities import as_priority, check_leaf
 from torchrl_generational.result import UpdateResult
@@ -170,22 +168,6 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             values = as_priority(priority, dtype=tree_dtype(sampler), device=sampler.device, name=name)
             check_leaf(values, alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity, name=name)
         return priority
-
-    def _set_index_in_td(self, tensordict: TensorDictBase, index: Any) -> None:
-        """Tells the written data where it went; a sample written back gets its new stamps as well. Lock held."""
-        super()._set_index_in_td(tensordict, index)
-        if index is None or GENERATION_KEY not in tensordict:
-            return
-        cells = torch.as_tensor(index)
-        stamps = self._generations_now(cells)
-        if self._storage.ndim == 1 and cells.ndim:
-            keep = keep_last(cells)
-            if keep is not None:  # longer than the ring: earlier records of a slot are gone already
-                survivors = torch.full_like(stamps, NEVER_WRITTEN)
-                survivors[keep] = stamps[keep]
-                stamps = survivors
-        stamps = stamps.reshape(tensordict.batch_size[: self._storage.ndim] if cells.ndim else ())
-        tensordict.set(GENERATION_KEY, expand_as_right(stamps, tensordict))
 
 
 def _per_anchor(

@@ -106,6 +106,6 @@ class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDict
 
 
 def _withdraw_handles(data: Any) -> None:
-    """A sample written back gets a new ``index``; until it also gets the new stamp, its old one names nothing."""
+    """Data written gets a new ``index``: the stamp that a sample among it had must not stand beside that."""
     if is_tensor_collection(data) and not is_tensorclass(data) and GENERATION_KEY in data:
         data.set(GENERATION_KEY, torch.full_like(data.get(GENERATION_KEY), NEVER_WRITTEN))

@@ -1,0 +1,93 @@
+"""What the tests share: records, buffers, snapshots of a sampler, and actors that act in a forced order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+import torchrl_generational as g
+
+TIMEOUT = 60  # seconds until a test that hangs is given up; nothing waits this long when it passes
+
+
+def records(count: int, start: int = 0, **fields: Any) -> TensorDict:
+    """``count`` records ``x = start, start + 1, ...``."""
+    return TensorDict({"x": torch.arange(start, start + count), **fields}, [count])
+
+
+def prioritized(
+    capacity: int = 8, *, batch_size: int = 8, alpha: float = 1.0, beta: float = 1.0, seed: int = 0, **kwargs: Any
+) -> g.GenerationalTensorDictPrioritizedReplayBuffer:
+    """A prioritized buffer of ``capacity`` records that draws reproducibly."""
+    kwargs.setdefault("storage", g.GenerationalLazyTensorStorage(capacity))
+    return g.GenerationalTensorDictPrioritizedReplayBuffer(
+        alpha=alpha, beta=beta, batch_size=batch_size, generator=torch.Generator().manual_seed(seed), **kwargs
+    )
+
+
+def plain_prioritized(capacity: int = 8, *, ndim: int = 1, **kwargs: Any) -> g.GenerationalReplayBuffer:
+    """The same with handles in the info only."""
+    sampler = {key: kwargs.pop(key) for key in ("alpha", "beta", "eps", "dtype", "max_priority_within_buffer") if key in kwargs}
+    sampler = {"alpha": 1.0, "beta": 1.0, **sampler}
+    kwargs.setdefault("batch_size", 8)
+    return g.GenerationalReplayBuffer(
+        storage=g.GenerationalLazyTensorStorage(capacity, ndim=ndim),
+        sampler=g.GenerationalPrioritizedSampler(capacity, **sampler),
+        generator=torch.Generator().manual_seed(0),
+        **kwargs,
+    )
+
+
+def leaves(rb: Any) -> torch.Tensor:
+    """What the sum tree holds for every cell."""
+    return rb.sampler._sum_tree[torch.arange(rb.sampler.max_size)].clone()
+
+
+def sampler_state(rb: Any) -> tuple[Any, ...]:
+    """Everything that an update can change in a sampler, bit for bit."""
+    sampler = rb.sampler
+    cells = torch.arange(sampler.max_size)
+    maximum, where = sampler._max_priority
+    return (
+        sampler._sum_tree[cells].tolist(),
+        sampler._min_tree[cells].tolist(),
+        sampler._sum_tree.query(0, sampler.max_size),
+        sampler._min_tree.query(0, sampler.max_size),
+        None if maximum is None else float(maximum),
+        None if where is None else torch.as_tensor(where).tolist(),
+        float(sampler.default_priority),
+    )
+
+
+def buffer_state(rb: Any) -> tuple[Any, ...]:
+    """Sampler, stamps, records and counters."""
+    storage = rb.storage
+    data = storage._storage.clone().to_dict() if storage.initialized else None
+    shown = None if data is None else {key: value.tolist() for key, value in data.items()}
+    return sampler_state(rb), storage.generations.tolist(), len(rb), shown, rb.write_count, rb.writer._cursor
+
+
+class Actors:
+    """Threads that act one at a time, in the order in which they are told to.
+
+    ``actors.learner(f)`` runs ``f`` on the learner's own thread and returns its result when it is done.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+
+    def start(self, name: str, step: Callable[[], Any]) -> Any:
+        """Starts a step and returns its future, for steps that overlap others."""
+        pool = self._pools.setdefault(name, ThreadPoolExecutor(1, thread_name_prefix=name))
+        return pool.submit(step)
+
+    def __getattr__(self, name: str) -> Callable[[Callable[[], Any]], Any]:
+        return lambda step: self.start(name, step).result(TIMEOUT)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.shutdown(wait=True)
