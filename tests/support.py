@@ -31,7 +31,9 @@ def prioritized(
 
 def plain_prioritized(capacity: int = 8, *, ndim: int = 1, **kwargs: Any) -> g.GenerationalReplayBuffer:
     """The same with handles in the info only."""
-    sampler = {key: kwargs.pop(key) for key in ("alpha", "beta", "eps", "dtype", "max_priority_within_buffer") if key in kwargs}
+    sampler = {
+        key: kwargs.pop(key) for key in ("alpha", "beta", "eps", "dtype", "max_priority_within_buffer") if key in kwargs
+    }
     sampler = {"alpha": 1.0, "beta": 1.0, **sampler}
     kwargs.setdefault("batch_size", 8)
     return g.GenerationalReplayBuffer(

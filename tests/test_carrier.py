@@ -144,7 +144,8 @@ def test_records_that_cannot_be_followed_are_refused():
 
 
 @pytest.mark.parametrize(
-    "spoil", [lambda entry: entry.float().tanh(), lambda entry: entry * 0, lambda entry: entry[..., :2], torch.zeros_like]
+    "spoil",
+    [lambda entry: entry.float().tanh(), lambda entry: entry * 0, lambda entry: entry[..., :2], torch.zeros_like],
 )
 def test_a_spoilt_position_is_noticed(spoil):
     def transform(td):
@@ -203,5 +204,7 @@ def test_data_that_takes_no_entry_is_transformed_in_place_or_refused():
         storage=g.GenerationalLazyTensorStorage(8), batch_size=8, transform=lambda batch: batch[:3]
     )
     rb.extend(torch.arange(8))
-    with pytest.raises(RuntimeError, match="turned 8 records into 3, and in a Tensor records cannot carry their handles"):
+    with pytest.raises(
+        RuntimeError, match="turned 8 records into 3, and in a Tensor records cannot carry their handles"
+    ):
         rb.sample()

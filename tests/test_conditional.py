@@ -159,7 +159,9 @@ def test_without_a_stale_row_the_sampler_is_bit_for_bit_what_update_priority_lea
     if ndim == 2:
         index = torch.stack([index // 4, index % 4], -1)
     given_values = values.draw(
-        st.lists(st.integers(0, 100), min_size=len(cells), max_size=len(cells)).map(lambda drawn: torch.tensor(drawn) / 7)
+        st.lists(st.integers(0, 100), min_size=len(cells), max_size=len(cells)).map(
+            lambda drawn: torch.tensor(drawn) / 7
+        )
     )
     priority = given_values.to(dtype)
     priority = {"[N]": priority, "[N, 1]": priority.unsqueeze(-1), "scalar": priority[0]}[shape]
@@ -184,7 +186,9 @@ def test_where_no_slot_repeats_the_sampler_is_bit_for_bit_the_stock_one(cells, v
     stock.mark_update(torch.arange(16))
     index = torch.tensor(cells)
     for _ in range(3):
-        priority = torch.tensor(values.draw(st.lists(st.floats(0, 1e3, width=32), min_size=len(cells), max_size=len(cells))))
+        priority = torch.tensor(
+            values.draw(st.lists(st.floats(0, 1e3, width=32), min_size=len(cells), max_size=len(cells)))
+        )
         stock.update_priority(index, priority)
         generation = ours.writer.generations_of(index)
         ours.update_priority_if_present(index=index, generation=generation, priority=priority)
@@ -278,7 +282,9 @@ def test_coordinates_update_the_right_cells_only(form):
     coordinates = torch.tensor([[0, 1], [1, 0], [2, 2], [3, 1]])
     generation = rb.storage.generations[tuple(coordinates.unbind(-1))].clone()
     rb.extend(TensorDict({"x": torch.zeros(3, 2, dtype=torch.int64)}, [3, 2]))  # rows 0 and 1
-    result = rb.update_priority_if_present(index=form(coordinates), generation=generation, priority=[5.0, 6.0, 7.0, 8.0])
+    result = rb.update_priority_if_present(
+        index=form(coordinates), generation=generation, priority=[5.0, 6.0, 7.0, 8.0]
+    )
     assert result.updated_mask.tolist() == [False, False, True, True]
     expected = torch.ones(4, 3)
     expected[2, 2], expected[3, 1] = 7, 8
@@ -290,7 +296,9 @@ def test_a_flat_index_into_several_dimensions_is_refused():
     rb = grid()
     before = sampler_state(rb)
     with pytest.raises(ValueError, match="could mean rows or flat cells"):
-        rb.update_priority_if_present(index=torch.tensor([0, 1, 2]), generation=torch.zeros(3, dtype=torch.int64), priority=9.0)
+        rb.update_priority_if_present(
+            index=torch.tensor([0, 1, 2]), generation=torch.zeros(3, dtype=torch.int64), priority=9.0
+        )
     assert sampler_state(rb) == before
 
 
@@ -339,7 +347,11 @@ def test_the_handles_of_a_sample_work_wherever_the_sample_goes():
 # ------------------------------------------------------------------ bad input
 
 BAD = [
-    ({"priority": [1.0, float("nan")]}, ValueError, "priority must be finite and >= 0 .* at row 1. Nothing was updated"),
+    (
+        {"priority": [1.0, float("nan")]},
+        ValueError,
+        "priority must be finite and >= 0 .* at row 1. Nothing was updated",
+    ),
     ({"priority": [float("inf"), 1.0]}, ValueError, "at row 0"),
     ({"priority": [-1.0, 1.0]}, ValueError, "got -1.0 at row 0"),
     ({"priority": [1.0, 1e38]}, ValueError, "is too large"),
@@ -363,7 +375,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD, ids=[f"{next(iter(bad))}-{bad[next(iter(bad))]!s:.20}" for bad, *_ in BAD])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"), BAD, ids=[f"{next(iter(bad))}-{bad[next(iter(bad))]!s:.20}" for bad, *_ in BAD]
+)
 def test_bad_input_to_the_conditional_priority_update_changes_nothing(arguments, error, message):
     """C08, C09 and their kind."""
     rb = filled()
@@ -438,7 +452,11 @@ def test_versions_that_lose_are_rejected_and_not_stale():
     index, generation = handles(rb, [0, 1, 2])
     rb.extend(records(1, version=torch.tensor([5])))
     result = rb.update_if_present(
-        index=index, generation=generation, patch={"x": torch.tensor([9, 9, 9])}, version_key="version", version=torch.tensor([7, 4, 7])
+        index=index,
+        generation=generation,
+        patch={"x": torch.tensor([9, 9, 9])},
+        version_key="version",
+        version=torch.tensor([7, 4, 7]),
     )
     assert result.updated_mask.tolist() == [False, False, True]
     assert result.rejected_mask.tolist() == [False, True, False]
@@ -449,7 +467,9 @@ def test_coordinates_and_rows_patch_several_dimensions():
     rb = grid()
     coordinates = torch.tensor([[0, 1], [2, 2]])
     for index in (coordinates, tuple(coordinates.unbind(-1))):
-        assert rb.update_if_present(index=index, generation=[0, 0], patch={"x": torch.tensor([50, 60])}).num_updated == 2
+        assert (
+            rb.update_if_present(index=index, generation=[0, 0], patch={"x": torch.tensor([50, 60])}).num_updated == 2
+        )
     assert rb.storage._storage["x"].tolist() == [[0, 50, 2], [3, 4, 5], [6, 7, 60], [9, 10, 11]]
     rows = torch.tensor([1, 3])
     patch = {"x": torch.tensor([[1, 1, 1], [2, 2, 2]])}

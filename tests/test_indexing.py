@@ -34,7 +34,9 @@ def test_every_form_of_a_one_dimensional_index_means_the_same(index):
     assert handles(index, STAMPS, (4,)) == ([3, 0, 3], [3, 0, 3], [7, 8, 9], (3,))
 
 
-@pytest.mark.parametrize("index", [CELLS, CELLS.tolist(), tuple(CELLS.unbind(-1)), (CELLS[:, 0].tolist(), CELLS[:, 1].numpy())])
+@pytest.mark.parametrize(
+    "index", [CELLS, CELLS.tolist(), tuple(CELLS.unbind(-1)), (CELLS[:, 0].tolist(), CELLS[:, 1].numpy())]
+)
 def test_every_form_of_a_coordinate_index_means_the_same(index):
     assert handles(index, STAMPS, (4, 3)) == ([1, 0, 3], [5, 0, 10], [7, 8, 9], (3,))
 
@@ -105,7 +107,13 @@ def test_coordinates_whose_stamps_look_like_a_flat_index_are_refused_unless_give
         (np.array([0.5]), STAMPS, (4,), TypeError, "index must hold integers, got ndarray of float64"),
         (None, STAMPS, (4,), TypeError, "index must hold integers"),
         (ROWS, [[1], [1, 2]], (4,), TypeError, "generation must hold integers of one shape"),
-        (ROWS + 1, STAMPS, (4,), IndexError, r"index 4 \(row 0 of the batch\) lies outside .* \(4,\) but carries generation 7"),
+        (
+            ROWS + 1,
+            STAMPS,
+            (4,),
+            IndexError,
+            r"index 4 \(row 0 of the batch\) lies outside .* \(4,\) but carries generation 7",
+        ),
         (ROWS - 1, STAMPS, (4,), IndexError, r"index -1 \(row 1 of the batch\)"),
         (CELLS + torch.tensor([0, 1]), STAMPS, (4, 3), IndexError, r"index \(1, 3\) \(row 0"),
         (CELLS - torch.tensor([0, 1]), STAMPS, (4, 3), IndexError, r"index \(0, -1\) \(row 1"),

@@ -60,7 +60,9 @@ def test_every_buffer_takes_a_writer(make, as_factory):
 @pytest.mark.parametrize("make", BUFFERS)
 @pytest.mark.parametrize("storage", [ListStorage(8), LazyTensorStorage(8)])
 def test_a_storage_that_cannot_carry_stamps_is_refused_with_the_class_to_use(make, storage):
-    with pytest.raises(TypeError, match=f"{make.__name__} needs a storage that carries .* Use GenerationalLazyTensorStorage"):
+    with pytest.raises(
+        TypeError, match=f"{make.__name__} needs a storage that carries .* Use GenerationalLazyTensorStorage"
+    ):
         build(make, storage=storage)
     assert storage._attached_entities == []
 
@@ -79,7 +81,9 @@ def test_a_storage_that_cannot_carry_stamps_is_refused_with_the_class_to_use(mak
 )
 def test_a_writer_that_cannot_track_is_refused_with_the_class_to_use(make, writer):
     storage = g.GenerationalLazyTensorStorage(8)
-    with pytest.raises(TypeError, match=f"{make.__name__} needs a writer that tracks .* Use GenerationalRoundRobinWriter"):
+    with pytest.raises(
+        TypeError, match=f"{make.__name__} needs a writer that tracks .* Use GenerationalRoundRobinWriter"
+    ):
         build(make, storage=storage, writer=writer)
     assert storage._attached_entities == []
 
@@ -98,7 +102,9 @@ def test_half_a_protocol_is_refused():
         supports_generations = True
         slot_generations = g.SlotGenerations(8)
 
-    with pytest.raises(TypeError, match="lacks a part of SupportsGenerations: it needs slot_generations, generations and"):
+    with pytest.raises(
+        TypeError, match="lacks a part of SupportsGenerations: it needs slot_generations, generations and"
+    ):
         g.GenerationalReplayBuffer(storage=Half(8))
 
 
@@ -113,7 +119,7 @@ def test_parts_may_be_made_on_first_use():
         storage=storage,
         sampler=lambda: g.GenerationalPrioritizedSampler(8, 1.0, 1.0),
         writer=g.GenerationalTensorDictRoundRobinWriter,
-        transform_factory=lambda: (lambda td: td),
+        transform_factory=lambda: lambda td: td,
         batch_size=4,
     )
     assert not rb.initialized

@@ -71,7 +71,9 @@ def test_a_priority_per_trajectory_is_repeated_over_its_steps():
     assert match_shape(torch.tensor([1.0, 2.0]), torch.Size([2, 3])).tolist() == [1, 1, 1, 2, 2, 2]
 
 
-@pytest.mark.parametrize(("given", "handles"), [((1,), (3,)), ((4,), (3,)), ((3, 2), (3,)), ((1, 3), (3,)), ((6,), (2, 3))])
+@pytest.mark.parametrize(
+    ("given", "handles"), [((1,), (3,)), ((4,), (3,)), ((3, 2), (3,)), ((1, 3), (3,)), ((6,), (2, 3))]
+)
 def test_shapes_that_do_not_fit_are_refused(given, handles):
     with pytest.raises(ValueError, match="priority has shape .* but the handles have shape"):
         match_shape(torch.ones(given), torch.Size(handles))

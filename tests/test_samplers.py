@@ -17,9 +17,7 @@ def filled(capacity=8, **kwargs):
 
 def test_a_stock_buffer_hands_out_the_generations_of_its_sample():
     storage = g.GenerationalLazyTensorStorage(8)
-    rb = TensorDictReplayBuffer(
-        storage=storage, sampler=g.GenerationalPrioritizedSampler(8, 0.7, 0.5), batch_size=32
-    )
+    rb = TensorDictReplayBuffer(storage=storage, sampler=g.GenerationalPrioritizedSampler(8, 0.7, 0.5), batch_size=32)
     rb.extend(records(8))
     rb.extend(records(3))
     sample = rb.sample()
@@ -174,17 +172,27 @@ def test_the_trees_grow_where_a_storage_rounds_its_capacity_up_to_whole_rows(ndi
     assert cells > 8
     assert rb.sampler.max_size == cells == len(rb)
     _, info = rb.sample(return_info=True)
-    assert rb.update_priority_if_present(
-        index=info["index"], generation=info["index_generation"], priority=torch.ones(64)
-    ).num_stale == 0
+    assert (
+        rb.update_priority_if_present(
+            index=info["index"], generation=info["index_generation"], priority=torch.ones(64)
+        ).num_stale
+        == 0
+    )
 
 
 def test_a_sampler_like_another_has_its_configuration():
-    theirs = PrioritizedSampler(
-        6, 0.3, 0.4, 1e-3, torch.float64, "mean", max_priority_within_buffer=True, device="cpu"
-    )
+    theirs = PrioritizedSampler(6, 0.3, 0.4, 1e-3, torch.float64, "mean", max_priority_within_buffer=True, device="cpu")
     ours = g.GenerationalPrioritizedSampler.like(theirs)
-    for name in ("_max_capacity", "_alpha", "_beta", "_eps", "dtype", "reduction", "_max_priority_within_buffer", "_device"):
+    for name in (
+        "_max_capacity",
+        "_alpha",
+        "_beta",
+        "_eps",
+        "dtype",
+        "reduction",
+        "_max_priority_within_buffer",
+        "_device",
+    ):
         assert getattr(ours, name) == getattr(theirs, name)
 
 

@@ -218,7 +218,9 @@ def test_a_first_priority_that_no_tree_can_hold_is_refused_before_the_write(road
 def test_first_priorities_of_the_wrong_number_are_refused_before_the_write():
     rb = filled(4)
     before = buffer_state(rb)
-    with pytest.raises(RuntimeError, match=r"Failed to update priority of extended data: 2 records came with 'td_error'"):
+    with pytest.raises(
+        RuntimeError, match=r"Failed to update priority of extended data: 2 records came with 'td_error'"
+    ):
         rb.extend(records(2, td_error=torch.ones(2, 3)))
     assert buffer_state(rb) == before
     rb.extend(records(2, td_error=torch.ones(2, 3)), update_priority=False)
@@ -304,3 +306,24 @@ def test_a_transform_may_withhold_the_data():
 def test_data_that_is_no_tensordict_is_refused_as_by_torchrl():
     with pytest.raises(ValueError, match="only accepts TensorDictBase subclasses"):
         prioritized(8).extend(torch.arange(3))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2), (3, 2), (2, 2, 1), (1, 2, 3), (3, 1, 1)])
+@pytest.mark.parametrize("dim_extend", [0, 1])
+def test_records_of_every_layout_are_born_with_their_priority(shape, dim_extend):
+    """Stock fails where a row has as many cells as the data has leading elements, after it has written the record."""
+    ndim, cells = len(shape), torch.Size(shape).numel()
+    rb = prioritized(cells, storage=g.GenerationalLazyTensorStorage(cells, ndim=ndim), dim_extend=dim_extend)
+    td_error = torch.arange(1.0, cells + 1).reshape(shape)
+    rb.extend(TensorDict({"x": td_error.clone(), "td_error": td_error}, shape))
+    assert leaves(rb)[:cells].tolist() == rb.storage._storage["x"].flatten().tolist()
+    row = td_error.select(dim_extend, 0).reshape(rb.storage._storage["x"].shape[1:]) + 50
+    rb.add(TensorDict({"x": row.clone(), "td_error": row}, row.shape))
+    assert rb.storage._storage["x"][0].tolist() == row.tolist()
+    assert leaves(rb)[:cells].tolist() == rb.storage._storage["x"].flatten().tolist()
+
+
+def test_a_row_added_with_several_errors_per_cell_is_reduced():
+    rb = prioritized(4, storage=g.GenerationalLazyTensorStorage(4, ndim=2))
+    rb.add(TensorDict({"x": torch.zeros(2), "td_error": torch.tensor([[1.0, 5.0], [7.0, 2.0]])}, [2]))
+    assert leaves(rb)[:2].tolist() == [5, 7]

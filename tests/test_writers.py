@@ -58,7 +58,9 @@ def test_tracking_cannot_be_switched_off(make):
 @pytest.mark.parametrize("storage", [LazyTensorStorage(4), ListStorage(4)])
 def test_a_storage_without_stamps_is_refused(make, storage):
     writer = make()
-    with pytest.raises(TypeError, match="needs a storage that carries slot generations, got L.*Use GenerationalLazyTens"):
+    with pytest.raises(
+        TypeError, match="needs a storage that carries slot generations, got L.*Use GenerationalLazyTens"
+    ):
         writer.register_storage(storage)
     assert writer._storage is None
 

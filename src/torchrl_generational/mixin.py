@@ -209,6 +209,10 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
             self._clear_prefetch_queue_locked()
             with self._replay_lock:
                 super().empty(empty_write_count=empty_write_count)
+                # A sibling that went on from its old cursor would leave slots below the length without a record.
+                for sibling in self._storage._attached_entities:
+                    if hasattr(sibling._writer, "_cursor"):
+                        sibling._writer._cursor = 0
 
     # ---------------------------------------------------------------- exchange of parts
 

@@ -117,8 +117,29 @@ class _GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is unty
             if keep is not None:
                 cursor, data = cursor[keep], _select(data, keep)
         super().set(cursor, data, set_cursor=set_cursor)
+        if set_cursor:
+            self._reach(rows)
         if self._generations.device != torch.device(self._stamp_device()):
             self._generations.to(self._stamp_device())
+
+    def _get_new_len(self, data: Any, cursor: Any) -> None:
+        """TorchRL counts the records written, before it writes them. See :meth:`_reach`."""
+
+    def _reach(self, rows: int | slice | torch.Tensor) -> None:
+        """Extends the length to the last row written, once its data is there.
+
+        Where several buffers write with cursors of their own, a count would reach slots that were never written.
+        """
+        if isinstance(rows, slice):
+            named = range(self._num_rows())[rows]
+            end = max(named[0], named[-1]) + 1 if named else 0
+        elif isinstance(rows, torch.Tensor):
+            end = int(rows.max()) + 1 if rows.numel() else 0
+        else:
+            end = rows + 1
+        cells = end * torch.Size(self._total_shape[1:]).numel()
+        if cells > self._len:
+            self._len = cells
 
     def _rows_for(self, cursor: Any, data: Any) -> int:
         if self.initialized or self.ndim == 1:

@@ -114,13 +114,16 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                 data = self._transform.inv(data)
         if data is None:
             return torch.zeros((0, self._storage.ndim), dtype=torch.long)
-        self._first_priority(data)
+        priority = self._first_priority(data)
         with self._exclusive():
             index = self._add(data)
             if index is not None:
                 if is_tensor_collection(data):
                     self._set_index_in_td(data, index)
-                self.update_tensordict_priority(data)
+                if self._storage.ndim == 1:
+                    self.update_tensordict_priority(data)
+                elif priority is not None:
+                    self.update_priority(index, self._per_cell(priority, index.shape[0]))
         return index
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
@@ -168,6 +171,30 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             values = as_priority(priority, dtype=tree_dtype(sampler), device=sampler.device, name=name)
             check_leaf(values, alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity, name=name)
         return priority
+
+    def _per_cell(self, priority: torch.Tensor, cells: int) -> torch.Tensor:
+        """First priorities of the cells of one row, ``[cells]``."""
+        priority = priority.reshape(cells, -1)
+        reduction = getattr(self._sampler, "reduction", "max")
+        reduced: torch.Tensor = _reduce(priority, reduction, dim=-1) if priority.shape[-1] > 1 else priority[:, 0]
+        return reduced
+
+    def _set_index_in_td(self, tensordict: TensorDictBase, index: Any) -> None:
+        """Tells the written data which cells it went to. Lock held."""
+        ndim = self._storage.ndim
+        if ndim == 1 or not isinstance(index, torch.Tensor) or index.ndim != 2:
+            super()._set_index_in_td(tensordict, index)
+            return
+        # TorchRL guesses the layout from sizes, and fails (the record written) where a row has as many cells as
+        # the data has leading elements: every add() among them.
+        shape = list(tensordict.batch_size[:ndim])
+        if len(shape) == ndim and torch.Size(shape).numel() == index.shape[0]:
+            dim = self.dim_extend
+            shape[0], shape[dim] = shape[dim], shape[0]
+            coordinates = index.reshape(*shape, ndim).transpose(0, dim)
+        else:
+            coordinates = index.reshape(*tensordict.batch_size[: ndim - 1], ndim)
+        tensordict.set("index", coordinates)
 
 
 def _per_anchor(

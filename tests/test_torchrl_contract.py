@@ -1,0 +1,170 @@
+"""What this package relies on in TorchRL beyond its public interface, one test each.
+
+If one of these fails after an upgrade of TorchRL, its message says which part of the package to look at.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import (
+    LazyTensorStorage,
+    PrioritizedReplayBuffer,
+    PrioritizedSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+
+
+def relies(condition: bool, on: str, used_in: str) -> None:
+    assert condition, f"TorchRL no longer has {on}, which torchrl_generational.{used_in} relies on."
+
+
+@pytest.mark.parametrize(
+    ("owner", "names", "used_in"),
+    [
+        (
+            ReplayBuffer,
+            ["_init", "_sample", "_maybe_make_storage", "_maybe_make_sampler", "_maybe_make_writer"],
+            "mixin",
+        ),
+        (ReplayBuffer, ["_clear_prefetch_queue_locked", "share", "mark_update", "set_storage"], "mixin"),
+        (ReplayBuffer, ["_add", "_extend"], "tensordict_mixin"),
+        (TensorDictReplayBuffer, ["_set_index_in_td", "update_tensordict_priority"], "tensordict_mixin"),
+        (TensorDictPrioritizedReplayBuffer, ["_catch_up_prioritized_sampler", "prioritized_sampler"], "conditional"),
+        (PrioritizedReplayBuffer, ["_catch_up_prioritized_sampler", "prioritized_sampler"], "conditional"),
+        (TensorStorage, ["_total_shape", "_len_along_dim0", "_max_size_along_dim0", "_empty", "set"], "storages"),
+        (RoundRobinWriter, ["_bump_generation", "_generation", "_cursor", "_write_count", "_empty"], "writers"),
+        (PrioritizedSampler, ["_maybe_init_from_storage", "_init", "_max_priority"], "samplers"),
+    ],
+)
+def test_the_hooks_that_are_overridden_or_called_exist(owner, names, used_in):
+    for name in names:
+        relies(hasattr(owner, name), f"{owner.__name__}.{name}", used_in)
+
+
+def test_a_buffer_keeps_its_parts_under_the_names_used_here():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+    names = [
+        "_storage",
+        "_sampler",
+        "_writer",
+        "_transform",
+        "_collate_fn",
+        "_sample_unit",
+        "_initialized",
+        "_replay_lock",
+    ]
+    for name in [*names, "_write_lock", "_futures_lock", "_prefetch_queue", "_init_storage", "_init_sampler"]:
+        relies(name in vars(rb), f"the buffer attribute {name}", "mixin")
+
+
+def test_a_buffer_asks_for_its_parts_through_the_makers():
+    asked = []
+
+    class Asking(ReplayBuffer):
+        def _maybe_make_storage(self, storage, compilable):
+            asked.append("storage")
+            return super()._maybe_make_storage(storage, compilable)
+
+        def _maybe_make_sampler(self, sampler):
+            asked.append("sampler")
+            return super()._maybe_make_sampler(sampler)
+
+        def _maybe_make_writer(self, writer):
+            asked.append("writer")
+            return super()._maybe_make_writer(writer)
+
+    Asking(storage=LazyTensorStorage(4))
+    relies(asked == ["storage", "sampler", "writer"], "the order storage, sampler, writer of construction", "mixin")
+
+
+def test_a_sampler_keeps_its_configuration_under_the_names_used_here():
+    sampler = PrioritizedSampler(4, 1.0, 1.0)
+    names = ["_max_capacity", "_alpha", "_beta", "_eps", "dtype", "reduction", "_max_priority_within_buffer", "_device"]
+    for name in [*names, "_sum_tree", "_min_tree"]:
+        relies(hasattr(sampler, name), f"PrioritizedSampler.{name}", "samplers")
+    parameters = list(inspect.signature(PrioritizedSampler.__init__).parameters)[1:]
+    order = ["max_capacity", "alpha", "beta", "eps", "dtype", "reduction", "max_priority_within_buffer", "device"]
+    relies(
+        parameters == order,
+        f"the sampler arguments {order} in this order",
+        "samplers.GenerationalPrioritizedSampler.like",
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tree_takes_the_last_of_repeated_writes_and_recomputes_its_total(dtype):
+    sampler = PrioritizedSampler(8, 1.0, 1.0, eps=0.0, dtype=dtype)
+    sampler._sum_tree[torch.tensor([1, 1, 2])] = torch.tensor([9.0, 3.0, 4.0], dtype=dtype)
+    held = sampler._sum_tree[torch.arange(4)].tolist()
+    relies(
+        held == [0, 3, 4, 0], "trees in which the last of several writes to a leaf wins", "samplers.store_priorities"
+    )
+    relies(sampler._sum_tree.query(0, 8) == 7, "a root that is the sum of the leaves", "samplers.store_priorities")
+
+
+def test_raw_maximum_and_transformed_leaf_keep_their_domains():
+    sampler = PrioritizedSampler(8, 0.5, 1.0, eps=0.0)
+    sampler.update_priority(torch.tensor([1]), torch.tensor([4.0]))
+    relies(float(sampler._max_priority[0]) == 4.0, "a raw running maximum", "samplers.store_priorities")
+    relies(float(sampler._sum_tree[1]) == 2.0, "leaves (priority + eps) ** alpha", "priorities.check_leaf")
+
+
+def test_a_writer_finds_its_stamps_on_the_storage_under_the_name_used_here():
+    storage = LazyTensorStorage(4)
+    writer = RoundRobinWriter(track_generations=True)
+    writer.register_storage(storage)
+    writer.extend(torch.arange(3))
+    relies(hasattr(storage, "_slot_generations"), "the storage attribute _slot_generations", "storages")
+    relies(set(writer.state_dict()) == {"_cursor", "_write_count", "_generation"}, "the writer's state keys", "writers")
+
+
+def test_every_write_of_a_writer_reaches_the_storage_through_set():
+    seen = []
+
+    class Seeing(LazyTensorStorage):
+        def set(self, cursor, data, *, set_cursor=True):
+            seen.append(np.atleast_1d(np.asarray(cursor)).tolist())
+            super().set(cursor, data, set_cursor=set_cursor)
+
+    writer = RoundRobinWriter()
+    writer.register_storage(Seeing(4))
+    writer.extend(torch.arange(3))
+    writer.add(torch.tensor(7))
+    writer.write_at(torch.tensor([2]), torch.tensor([8]))
+    relies(seen == [[0, 1, 2], [3], [2]], "writers that write through storage.set", "storages")
+
+
+def test_writers_mark_every_buffer_on_their_storage():
+    storage = LazyTensorStorage(4)
+    rb = ReplayBuffer(storage=storage, sampler=PrioritizedSampler(4, 1.0, 1.0), batch_size=2)
+    relies(storage._attached_entities == [rb], "the list _attached_entities of a storage", "mixin.set_storage")
+    rb.extend(torch.arange(3))
+    relies(
+        rb.sampler._sum_tree.query(0, 4) == 3.0, "writers that mark new records in the samplers", "mixin.mark_update"
+    )
+
+
+def test_the_helpers_imported_from_private_places_exist():
+    from tensordict.nn.utils import _set_dispatch_td_nn_modules
+    from torchrl.data.replay_buffers.utils import _reduce, pin_memory_output
+
+    relies(callable(pin_memory_output), "pin_memory_output", "mixin")
+    relies(_reduce(torch.tensor([[1.0, 3.0]]), "max", dim=-1).tolist() == [3.0], "_reduce", "tensordict_mixin")
+    with _set_dispatch_td_nn_modules(True):
+        pass
+
+
+def test_a_sampled_tensordict_takes_entries_from_the_info():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+    rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    sample, info = rb.sample(return_info=True)
+    relies(torch.equal(sample["index"], info["index"]), "samples that carry the entries of the info", "carrier")
