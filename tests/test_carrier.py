@@ -63,7 +63,7 @@ def check_aligned(rb, sample, info, ids):
     assert set(sample["index_generation"].flatten().tolist()) <= {2, 3}
     for key in ("index", "index_generation", "priority_weight"):
         assert torch.equal(torch.as_tensor(info[key]), sample[key])
-    assert CARRIER_KEY not in sample.keys()
+    assert CARRIER_KEY not in sample
 
 
 @pytest.mark.parametrize("name", REARRANGING)

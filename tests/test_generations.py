@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from torchrl_generational import GenerationalLazyTensorStorage, SlotGenerations, SupportsGenerations, TracksGenerations
 from torchrl_generational.generations import generations_on
 from torchrl_generational.writers import GenerationalRoundRobinWriter

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from torchrl_generational.indexing import keep_last, normalise_handles, rows_written
 
 CPU = torch.device("cpu")

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 from support import TIMEOUT
+
 from torchrl_generational.locks import StorageLock
 
 

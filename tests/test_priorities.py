@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from torchrl_generational.priorities import as_priority, check_leaf, match_shape
 
 VALUES = [0.0, 1.0, 2.0, 3.0]

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+
 from torchrl_generational import UpdateResult
 
 UPDATED = torch.tensor([[True, False, False], [True, False, False]])

@@ -113,7 +113,7 @@ def test_handles_among_the_data_are_never_stored(make):
     assert set(storage._storage.keys()) == {"x"}
     storage[3] = sample[0]
     assert set(storage._storage.keys()) == {"x"}
-    assert "index_generation" in sample.keys()  # the caller's own data is left alone
+    assert "index_generation" in sample  # the caller's own data is left alone
 
 
 def test_emptying_makes_written_slots_move_on():

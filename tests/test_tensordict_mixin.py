@@ -268,7 +268,7 @@ def test_a_sample_written_back_is_a_new_record_and_stores_no_handle(road):
 def test_the_handles_of_a_sample_that_is_the_very_first_record_are_not_stored():
     rb = prioritized(8)
     rb.extend(filled().sample())
-    assert "index_generation" not in rb.storage._storage.keys()
+    assert "index_generation" not in rb.storage._storage
     sample = rb.sample()
     assert torch.equal(sample["index_generation"], rb.storage.generations[sample["index"]])
 

@@ -28,7 +28,7 @@ __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "Ge
 _Base: Any = TensorStorage if TYPE_CHECKING else object
 
 
-class _GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyped
+class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyped
     """Adds stamps and the lock that guards them to one of TorchRL's tensor storages.
 
     Attributes:
@@ -38,6 +38,7 @@ class _GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is unty
 
     lock: StorageLock
     _generations: SlotGenerations  # guarded by lock
+    _len: int  # TorchRL's; guarded by lock
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -198,7 +199,7 @@ def _select(data: Any, keep: slice | torch.Tensor) -> Any:
     return tree_map(lambda leaf: leaf[keep], data)
 
 
-class GenerationalTensorStorage(_GenerationalStorageMixin, TensorStorage):  # type: ignore[misc]
+class GenerationalTensorStorage(GenerationalStorageMixin, TensorStorage):  # type: ignore[misc]
     """:class:`~torchrl.data.replay_buffers.storages.TensorStorage` with a generation per slot.
 
     Takes the arguments of its TorchRL parent, in their order. The records it is built around count as the first of
@@ -214,7 +215,7 @@ class GenerationalTensorStorage(_GenerationalStorageMixin, TensorStorage):  # ty
     """
 
 
-class GenerationalLazyTensorStorage(_GenerationalStorageMixin, LazyTensorStorage):  # type: ignore[misc]
+class GenerationalLazyTensorStorage(GenerationalStorageMixin, LazyTensorStorage):  # type: ignore[misc]
     """:class:`~torchrl.data.replay_buffers.storages.LazyTensorStorage` with a generation per slot.
 
     Takes the arguments of its TorchRL parent, in their order. The stamps cost 8 bytes per slot, allocated here.
@@ -227,7 +228,7 @@ class GenerationalLazyTensorStorage(_GenerationalStorageMixin, LazyTensorStorage
     """
 
 
-class GenerationalLazyMemmapStorage(_GenerationalStorageMixin, LazyMemmapStorage):  # type: ignore[misc]
+class GenerationalLazyMemmapStorage(GenerationalStorageMixin, LazyMemmapStorage):  # type: ignore[misc]
     """:class:`~torchrl.data.replay_buffers.storages.LazyMemmapStorage` with a generation per slot.
 
     Takes the arguments of its TorchRL parent, in their order. The records lie in memory-mapped files, the stamps
