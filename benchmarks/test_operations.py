@@ -43,9 +43,7 @@ def test_operation(operation: str, pair: Pair, benchmark: Any, ratios: list[tupl
             call()
         times[name].append((time.perf_counter() - start) / REPEAT * 1e6)
 
-    benchmark.pedantic(
-        lambda: timed("ours", ours), setup=lambda: timed("stock", stock), rounds=ROUNDS, warmup_rounds=3
-    )
+    benchmark.pedantic(lambda: timed("ours", ours), setup=lambda: timed("stock", stock), rounds=ROUNDS, warmup_rounds=3)
     ratio = statistics.median(a / b for a, b in zip(times["ours"], times["stock"], strict=True))
     medians = [statistics.median(times[name]) for name in ("ours", "stock")]
     benchmark.extra_info.update(ours_us=medians[0], stock_us=medians[1], ratio=ratio)

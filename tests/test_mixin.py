@@ -370,6 +370,7 @@ def test_after_an_exchange_of_storages_the_writer_and_the_marks_follow():
     rb = prioritized(8)
     old, new = rb.storage, g.GenerationalLazyTensorStorage(8)
     assert rb.set_storage(new) is old
+    assert new.lock is old.lock  # whoever waits for it finds the new storage behind it
     rb.extend(records(3))
     assert (len(new), len(old)) == (3, 0)
     assert rb.sample()["index_generation"].tolist() == [0] * 8

@@ -154,7 +154,8 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
                 if "anchor_index" in info:
                     info["anchor_generation"] = self._generations_now(info["anchor_index"])
             info["index"] = index
-            info[GENERATION_KEY] = self._generations_now(index)
+            if self._sample_unit is not None or GENERATION_KEY not in info:
+                info[GENERATION_KEY] = self._generations_now(index)
             data = storage.get(_on_device_of(index, storage))
         data = self._collate_fn(data)
         if self._transform is not None and len(self._transform):
@@ -217,13 +218,18 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
     # ---------------------------------------------------------------- exchange of parts
 
     def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
-        """Replaces the storage and returns the previous one.
+        """Replaces the storage and returns the previous one. Prefetched batches are dropped.
+
+        A storage that other buffers write to keeps their lock, which this buffer joins: no other thread may be inside
+        this buffer then. Any other storage takes over the lock that this buffer has.
 
         Raises:
             TypeError: if it cannot carry generations.
             ValueError: if it is larger than the sampler.
         """
         self._check_parts(storage, self.sampler, self.writer)
+        if not storage._attached_entities:
+            storage.lock = self._replay_lock  # threads that wait for it now find the new storage behind it
         first, second = sorted((self._replay_lock, storage.lock), key=id)  # one order for all threads
         with self._futures_lock, first, second:
             self._clear_prefetch_queue_locked()

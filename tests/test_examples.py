@@ -1,0 +1,47 @@
+"""The examples and the code in README and docs do what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+    if "import" in block  # the others go on from what the text has before them
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_code_of_a_page_runs_and_prints_what_it_says(block, capsys):
+    exec(compile(block, "page", "exec"), {})
+    promised = re.findall(r"^print\(.*?\)  # (.*)$", block, re.MULTILINE)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[: len(promised)] == promised
+
+
+def test_the_delayed_learner_trains_counts_and_plots(tmp_path):
+    plot = tmp_path / "shares.png"
+    run = subprocess.run(
+        [sys.executable, ROOT / "examples" / "delayed_learner.py", "--duration", "3", "--no-progress", "--plot", plot],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env={**os.environ, "RL_LOGGING_LEVEL": "ERROR"},
+    )
+    assert run.returncode == 0, run.stderr
+    assert plot.stat().st_size > 10_000
+    misapplied = re.search(r"another record\s+([\d,]+)[^\d\n]*(?:\([^)]*\))?\s+([\d,]+)", run.stdout)
+    assert misapplied, run.stdout
+    raw, conditional = (int(count.replace(",", "")) for count in misapplied.groups())
+    assert raw > 0
+    assert conditional == 0
