@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer, TensorDictRoundRobinWriter
+
 from torchrl_generational import (
     GenerationalLazyTensorStorage,
     GenerationalPrioritizedSampler,

@@ -8,7 +8,7 @@ import torchrl_generational
 
 project = "torchrl-generational"
 author = "The torchrl-generational developers"
-copyright = f"2026, {author}"  # noqa: A001 - Sphinx's name
+copyright = f"2026, {author}"
 release = version = torchrl_generational.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -93,3 +94,33 @@ class Actors:
     def close(self) -> None:
         for pool in self._pools.values():
             pool.shutdown(wait=True)
+
+
+def announce_blocked(lock: Any, thread_name: str) -> threading.Event:
+    """An event that is set when a thread of that name finds ``lock`` taken and is about to wait for it.
+
+    Only sound while no third thread contends: then the lock does not change hands between the two lines.
+    """
+    blocked = threading.Event()
+
+    class Announcing(type(lock)):
+        __slots__ = ()
+
+        def acquire(self) -> bool:
+            if threading.current_thread().name.startswith(thread_name):
+                if self._threads.acquire(blocking=False):
+                    self._threads.release()
+                else:
+                    blocked.set()
+            return super().acquire()
+
+        __enter__ = acquire
+
+    lock.__class__ = Announcing
+    return blocked
+
+
+def until_blocked_or_done(blocked: threading.Event, future: Any) -> None:
+    """Returns once the step behind ``future`` waits at the lock, or is through."""
+    future.add_done_callback(lambda _: blocked.set())
+    assert blocked.wait(TIMEOUT)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from functools import partial
 
 import pytest
 import torch
-from support import TIMEOUT, buffer_state, leaves, plain_prioritized, prioritized, records
+from support import (
+    TIMEOUT,
+    announce_blocked,
+    buffer_state,
+    leaves,
+    plain_prioritized,
+    prioritized,
+    records,
+    until_blocked_or_done,
+)
 from tensordict import TensorDict
 from torchrl.data import (
     ImmutableDatasetWriter,
@@ -259,6 +267,16 @@ def test_emptying_makes_every_handle_stale_and_drops_prefetched_batches():
     rb.shutdown()
 
 
+def test_a_slot_that_an_emptied_buffer_reaches_again_without_writing_it_has_no_live_handle():
+    rb = prioritized(8)
+    rb.extend(records(8))
+    sample = rb.sample().set("td_error", torch.full((8,), 50.0))
+    rb.empty()
+    rb.writer.write_at(torch.tensor([7]), records(1, 100))  # the length reaches over slots that hold nothing now
+    assert len(rb) == 8
+    assert rb.update_tensordict_priority_if_present(sample).num_stale == 8
+
+
 # ------------------------------------------------------------------ one lock
 
 
@@ -329,22 +347,10 @@ def test_a_sibling_waits_for_the_holder_of_the_lock(act, actors):
     first, second = siblings()
     first.extend(records(8))
     sample = first.sample().set("td_error", torch.ones(8))
-    at_the_lock = threading.Event()
-    lock = first.storage.lock
-
-    class Announcing(type(lock)):
-        __slots__ = ()
-
-        def acquire(self):
-            at_the_lock.set()
-            return super().acquire()
-
-        __enter__ = acquire
-
-    with lock:
-        lock.__class__ = Announcing
+    with first.storage.lock:
+        blocked = announce_blocked(first.storage.lock, "sibling")
         future = actors.start("sibling", lambda: act(second, sample))
-        assert at_the_lock.wait(TIMEOUT)
+        until_blocked_or_done(blocked, future)
         assert not future.done()
     future.result(TIMEOUT)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import TIMEOUT, Actors, leaves, prioritized, records
+from support import TIMEOUT, Actors, announce_blocked, leaves, prioritized, records, until_blocked_or_done
 
 from torchrl_generational import SlotGenerations
 
@@ -224,41 +224,17 @@ class Gate:
             assert self.open.wait(TIMEOUT)
 
 
-def announce(world: World, thread_name: str) -> threading.Event:
-    """An event that is set when a thread of that name asks for the storage's lock."""
-    asked = threading.Event()
-    lock = world.rb.storage.lock
-
-    class Announcing(type(lock)):
-        __slots__ = ()
-
-        def acquire(self) -> bool:
-            if threading.current_thread().name.startswith(thread_name):
-                asked.set()
-            return super().acquire()
-
-        __enter__ = acquire
-
-    lock.__class__ = Announcing
-    return asked
-
-
-def wait_until_asked_or_done(asked: threading.Event, future: Any) -> None:
-    future.add_done_callback(lambda _: asked.set())
-    assert asked.wait(TIMEOUT)
-
-
 def test_no_write_comes_between_the_comparison_and_the_update(actors, monkeypatch):
     """A writer that arrives when the stamps have been compared waits until the priorities are written."""
     world = World(prioritized(CAPACITY, batch_size=BATCH), True)
     world.write(CAPACITY)
     batch = actors.learner(world.sample)
-    asked = announce(world, "writer")
+    blocked = announce_blocked(world.rb.storage.lock, "writer")
     gate = Gate(monkeypatch, SlotGenerations, "live", after=True)
     update = actors.start("learner", lambda: world.update(*batch, 50.0))
     assert gate.reached.wait(TIMEOUT)
     write = actors.start("writer", lambda: world.rb.extend(records(CAPACITY, 1000)))
-    wait_until_asked_or_done(asked, write)
+    until_blocked_or_done(blocked, write)
     assert not write.done()
     assert world.rb.storage.generations.tolist() == [0] * CAPACITY
     gate.open.set()
@@ -275,7 +251,7 @@ def test_no_update_comes_between_the_stamps_and_the_priorities_of_a_write(stop_a
     world = World(prioritized(CAPACITY, batch_size=BATCH), True)
     world.write(CAPACITY)
     batch, _ = actors.learner(world.sample)
-    asked = announce(world, "learner")
+    blocked = announce_blocked(world.rb.storage.lock, "learner")
     gate = (
         Gate(monkeypatch, SlotGenerations, "advance", after=True)
         if stop_after == "the stamps"
@@ -285,7 +261,7 @@ def test_no_update_comes_between_the_stamps_and_the_priorities_of_a_write(stop_a
     assert gate.reached.wait(TIMEOUT)
     batch["td_error"] = torch.full((BATCH,), 50.0)
     update = actors.start("learner", lambda: world.rb.update_tensordict_priority_if_present(batch))
-    wait_until_asked_or_done(asked, update)
+    until_blocked_or_done(blocked, update)
     assert not update.done()
     gate.open.set()
     write.result(TIMEOUT)
@@ -297,12 +273,12 @@ def test_no_sample_comes_between_the_stamps_and_the_data_of_a_write(actors, monk
     """Its handles would name records that it does not hold."""
     world = World(prioritized(CAPACITY, batch_size=BATCH), True)
     world.write(CAPACITY)
-    asked = announce(world, "learner")
+    blocked = announce_blocked(world.rb.storage.lock, "learner")
     gate = Gate(monkeypatch, SlotGenerations, "advance", after=True)
     write = actors.start("writer", lambda: world.rb.extend(records(CAPACITY, 1000)))
     assert gate.reached.wait(TIMEOUT)
     sample = actors.start("learner", world.rb.sample)
-    wait_until_asked_or_done(asked, sample)
+    until_blocked_or_done(blocked, sample)
     assert not sample.done()
     gate.open.set()
     write.result(TIMEOUT)

@@ -6,7 +6,16 @@ import threading
 
 import pytest
 import torch
-from support import TIMEOUT, buffer_state, leaves, prioritized, records, sampler_state
+from support import (
+    TIMEOUT,
+    announce_blocked,
+    buffer_state,
+    leaves,
+    prioritized,
+    records,
+    sampler_state,
+    until_blocked_or_done,
+)
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, Sequence, TensorDictPrioritizedReplayBuffer
 from torchrl.envs.transforms import Transform
@@ -135,41 +144,20 @@ def between_record_and_priority(rb, monkeypatch, act):
 
 
 class Rival:
-    """Another thread that writes or updates as soon as the lock lets it."""
+    """Another thread that acts as soon as the lock lets it."""
 
-    def __init__(self, rb, act):
-        self.at_the_lock, self.done = threading.Event(), threading.Event()
-        self.rb, self.act = rb, act
-        self.thread = threading.Thread(target=self.run)
-
-    def run(self):
-        original = type(self.rb.storage.lock).acquire if hasattr(self.rb.storage, "lock") else None
-        if original is not None:
-            rival = self
-
-            class Announcing(type(self.rb.storage.lock)):
-                __slots__ = ()
-
-                def acquire(self):
-                    if threading.current_thread() is rival.thread:
-                        rival.at_the_lock.set()
-                    return super().acquire()
-
-                __enter__ = acquire
-
-            self.rb.storage.lock.__class__ = Announcing
-        self.act()
-        self.done.set()
-        self.at_the_lock.set()
+    def __init__(self, rb, actors, act):
+        self.rb, self.actors, self.act = rb, actors, act
 
     def strike(self):
-        """Returns once the rival is either through or waiting at the lock."""
-        self.thread.start()
-        assert self.at_the_lock.wait(TIMEOUT)
+        """Returns once the rival is through, or waits at the lock."""
+        lock = getattr(self.rb.storage, "lock", None)
+        blocked = threading.Event() if lock is None else announce_blocked(lock, "rival")
+        self.future = self.actors.start("rival", self.act)
+        until_blocked_or_done(blocked, self.future)
 
     def finish(self):
-        self.thread.join(TIMEOUT)
-        assert self.done.is_set()
+        self.future.result(TIMEOUT)
 
 
 def stock(capacity=8):
@@ -177,11 +165,11 @@ def stock(capacity=8):
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_no_writer_comes_between_a_record_and_its_first_priority(kind, monkeypatch):
+def test_no_writer_comes_between_a_record_and_its_first_priority(kind, monkeypatch, actors):
     """C06: in stock the older priority lands on the newer record."""
     rb = prioritized(8) if kind == "ours" else stock()
     rb.extend(records(8))
-    rival = Rival(rb, lambda: rb.extend(records(8, 100, td_error=torch.full((8,), 2.0))))
+    rival = Rival(rb, actors, lambda: rb.extend(records(8, 100, td_error=torch.full((8,), 2.0))))
     between_record_and_priority(rb, monkeypatch, rival.strike)
     rb.extend(records(8, 50, td_error=torch.full((8,), 7.0)))
     rival.finish()
@@ -191,11 +179,11 @@ def test_no_writer_comes_between_a_record_and_its_first_priority(kind, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_no_update_comes_between_a_record_and_its_first_priority(kind, monkeypatch):
+def test_no_update_comes_between_a_record_and_its_first_priority(kind, monkeypatch, actors):
     """C07: in stock the second step of add erases it."""
     rb = prioritized(8) if kind == "ours" else stock()
     rb.extend(records(3))
-    rival = Rival(rb, lambda: rb.update_priority(torch.tensor([3]), torch.tensor([0.5])))
+    rival = Rival(rb, actors, lambda: rb.update_priority(torch.tensor([3]), torch.tensor([0.5])))
     between_record_and_priority(rb, monkeypatch, rival.strike)
     rb.add(records(1, 50)[0])
     rival.finish()
