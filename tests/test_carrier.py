@@ -7,11 +7,13 @@ import torch
 from support import prioritized, records
 from tensordict import TensorDict, tensorclass
 from torchrl.envs.transforms import (
+    Compose,
     DoubleToFloat,
     DTypeCastTransform,
     ExcludeTransform,
     RenameTransform,
     SelectTransform,
+    Transform,
 )
 
 import torchrl_generational as g
@@ -30,7 +32,10 @@ REARRANGING: dict[str, Callable[[TensorDict], TensorDict]] = {
     "flatten after reshape": lambda td: td.reshape(2, 4).transpose(0, 1).reshape(-1),
     "concatenate": lambda td: torch.cat([td[4:], td[:2]]),
     "stack": lambda td: torch.stack([td[6], td[1]]),
+    "nonlinear after a reorder": lambda td: td[ORDER].set("x", td[ORDER]["x"].sqrt()),
     "lazy stack": lambda td: TensorDict.lazy_stack([td[6], td[1]]),
+    "reorder and clamp": lambda td: td[ORDER].apply(lambda leaf: leaf.clamp(-5, 5)).set("id", td["id"][ORDER]),
+    "reorder and negate": lambda td: td[ORDER].apply(lambda leaf: -leaf.double()).set("id", td["id"][ORDER]),
     "reorder and cast": lambda td: td[ORDER].to(torch.float32),
     "reorder, shift and scale": lambda td: td[ORDER].apply(lambda leaf: leaf.double() / 255 + 3),
 }
@@ -42,6 +47,7 @@ IN_PLACE: dict[str, Callable[[TensorDict], TensorDict]] = {
     "shift": lambda td: td.apply(lambda leaf: leaf + 1),
     "shift in place": lambda td: td.apply_(lambda leaf: leaf.add_(1)),
     "scale": lambda td: td.apply(lambda leaf: leaf / 255),
+    "increasing function": lambda td: td.apply(lambda leaf: leaf.double().log1p()),
     "select": lambda td: td.select("x", "id"),
     "one entry replaced": lambda td: td.select("id").set("x", td["x"] * 2),
 }
@@ -71,7 +77,7 @@ def test_handles_follow_records_that_a_transform_moves(name):
     untouched: list[torch.Tensor] = []
 
     def transform(td):
-        untouched.append(REARRANGING[name](td.select("id", CARRIER_KEY, "x"))["id"])
+        untouched.append(REARRANGING[name](td.clone())["id"])
         return REARRANGING[name](td)
 
     rb, sample, info = sampled(transform)
@@ -139,23 +145,94 @@ def test_records_that_cannot_be_followed_are_refused():
 
     rb = prioritized(8, transform=transform)
     rb.extend(records(8))
-    with pytest.raises(RuntimeError, match="dropped or overwrote the entry '_position_in_draw' .* included"):
+    with pytest.raises(
+        RuntimeError,
+        match="rebuilt every entry .* '_position_in_draw', so that it cannot be told where each record went",
+    ):
         rb.sample()
 
 
 @pytest.mark.parametrize(
     "spoil",
-    [lambda entry: entry.float().tanh(), lambda entry: entry * 0, lambda entry: entry[..., :2], torch.zeros_like],
+    [
+        lambda bits: bits * 0,
+        lambda bits: bits[..., :2],
+        lambda bits: bits / 0,
+        lambda bits: bits.clamp(2, 3),
+        lambda bits: bits + torch.rand_like(bits),
+        lambda bits: bits.softmax(-1) * torch.arange(bits.shape[-1]),
+        lambda bits: 1 - bits.cumsum(-1),
+    ],
 )
 def test_a_spoilt_position_is_noticed(spoil):
     def transform(td):
         moved = td[ORDER].apply(lambda leaf: leaf.clone())
-        return moved.set(CARRIER_KEY, spoil(moved[CARRIER_KEY]))
+        return moved.set((CARRIER_KEY, "bits"), spoil(moved[CARRIER_KEY, "bits"]))
 
     rb = prioritized(8, transform=transform)
     rb.extend(records(8))
-    with pytest.raises(RuntimeError, match="dropped or overwrote the entry"):
+    with pytest.raises(RuntimeError, match="rebuilt every entry"):
         rb.sample()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.99, 0.7319])
+def test_a_blend_of_records_has_no_handle(share):
+    def mixup(td):
+        return td.float() * share + td[ORDER].float() * (1 - share)
+
+    rb = prioritized(8, transform=mixup)
+    rb.extend(records(8))
+    with pytest.raises(RuntimeError, match="rebuilt every entry"):
+        rb.sample()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 127, 128, 129, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int16, torch.float64])
+def test_positions_survive_a_cast_at_every_batch_size(batch_size, dtype):
+    rb = prioritized(1000, batch_size=batch_size, transform=lambda td: td.flip(0).to(dtype).set("id", td["id"].flip(0)))
+    rb.extend(records(1000, id=torch.arange(1000)))
+    sample = rb.sample()
+    assert torch.equal(sample["index"], sample["id"])
+
+
+def test_an_entry_that_concatenates_all_others_is_not_silently_wider():
+    rb = g.GenerationalReplayBuffer(
+        storage=g.GenerationalLazyTensorStorage(8),
+        batch_size=4,
+        transform=lambda td: td.set("all", torch.cat(list(td.values()), -1)),
+    )
+    rb.extend(TensorDict({"a": torch.rand(8, 2), "b": torch.rand(8, 3)}, [8]))
+    with pytest.raises(Exception, match=r"."):
+        rb.sample()
+
+
+@pytest.mark.parametrize("with_priorities", [True, False])
+def test_handles_follow_records_through_the_collation(with_priorities):
+    def collate(td):
+        return td[td["x"].argsort(descending=True)][:5]
+
+    storage = g.GenerationalLazyTensorStorage(8)
+    if with_priorities:
+        rb = prioritized(8, storage=storage, collate_fn=collate)
+    else:
+        rb = g.GenerationalReplayBuffer(storage=storage, collate_fn=collate, batch_size=8)
+    rb.extend(records(8))
+    sample, info = rb.sample(return_info=True)
+    assert torch.equal(info["index"], sample["x"])
+    assert info["index_generation"].shape == sample.shape == (5,)
+
+
+class Reversing(Transform):
+    def forward(self, tensordict):
+        return tensordict.flip(0)
+
+
+def test_each_member_of_a_chain_is_followed_by_itself():
+    chain = [SelectTransform("x"), DTypeCastTransform(torch.int64, torch.float32, in_keys=["x"]), Reversing()]
+    rb = prioritized(8, transform=Compose(*chain))
+    rb.extend(records(8))
+    sample = rb.sample()
+    assert torch.equal(sample["index"], sample["x"].long())
 
 
 def test_handles_are_cut_with_the_steps_of_stored_trajectories():
@@ -207,4 +284,13 @@ def test_data_that_takes_no_entry_is_transformed_in_place_or_refused():
     with pytest.raises(
         RuntimeError, match="turned 8 records into 3, and in a Tensor records cannot carry their handles"
     ):
+        rb.sample()
+
+
+def test_records_that_become_a_tensor_keep_their_number():
+    rb = g.GenerationalReplayBuffer(
+        storage=g.GenerationalLazyTensorStorage(8), batch_size=8, transform=lambda batch: batch["x"][:3]
+    )
+    rb.extend(records(8))
+    with pytest.raises(RuntimeError, match="turned 8 records into 3, and in a Tensor records cannot carry"):
         rb.sample()

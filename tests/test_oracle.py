@@ -71,8 +71,7 @@ class BufferAgainstDict(RuleBasedStateMachine):
         data = self._data(1)
         data["index"] = torch.tensor([slot])
         self.rb[slot] = data[0]
-        self.held[slot] = (self.serial, self.held[slot][1])  # TorchRL leaves the priority of such a slot
-        self.serial += 1
+        self._wrote([slot])
 
     @precondition(lambda self: self.length > 0)
     @rule()

@@ -1,12 +1,12 @@
-"""Follows records through the transforms of a sample, so that handles end up beside the records they name.
+"""Follows records through collation and transforms, so that handles end up beside the records they name.
 
 TorchRL attaches ``index`` and the rest of a sampler's info *after* the transforms have run, in the order of the draw.
 A transform that reorders, subsets or reshapes the batch then leaves them beside the wrong records. Here each record
-carries its position in the draw through the transforms, and the info is taken in that order afterwards.
+carries its position in the draw through every step, and the info is taken in that order afterwards.
 
-The position travels as one more entry of the batch, four numbers a record: ``[p, n - 1 - p, 0, 1]``. Whatever
-elementwise affine function a transform applies to all entries (a cast, a shift, a scale), the last two columns
-undo it and the first two prove that it was undone.
+The position travels as one more, nested entry of the batch: its bits, beside a 0 and a 1 for reference. Whatever
+function a step applies elementwise to all entries (a cast, a scale, a logarithm), the bits still equal one of the two
+references; a blend of two records shows as a bit that equals neither.
 """
 
 from __future__ import annotations
@@ -15,41 +15,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["CARRIER_KEY", "follow"]
 
-#: The entry that a batch carries while transforms run.
+#: The entry that a batch carries while it is collated and transformed.
 CARRIER_KEY = "_position_in_draw"
 
 
 def follow(
-    data: Any, info: dict[str, Any], transform: Callable[[Any], Any], *, attach: tuple[str, ...] = ()
+    data: Any, info: dict[str, Any], step: Callable[[Any], Any], *, attach: tuple[str, ...] = ()
 ) -> tuple[Any, dict[str, Any]]:
-    """Runs ``transform`` on ``data`` and returns its result with ``info`` in the order of the records it kept.
+    """Runs ``step`` on ``data`` and returns its result with ``info`` in the order of the records it kept.
 
-    Data that takes no further entry (tensors, pytrees, tensorclasses) cannot be followed: its transform has to keep
-    records where they are.
+    Data that takes no further entry (tensors, pytrees, tensorclasses) cannot be followed: its step has to keep
+    records where they are, and one that changes their number is refused.
 
     Args:
         data: the batch drawn, ``n`` records along dim 0.
         info: the sampler's info; entries with ``n`` rows follow their records, others stay.
-        transform: what the buffer applies.
-        attach: entries of ``info`` that the transform may read in a tensordict batch.
+        step: a transform, or the collation.
+        attach: entries of ``info`` that the step may read in a tensordict batch.
 
     Raises:
         RuntimeError: if the records were rearranged in a way that cannot be followed.
     """
     if not isinstance(data, TensorDictBase) or not data.ndim:
-        num_records = _length(data)
-        result = transform(data)
-        if num_records is not None and _length(result) not in (num_records, None):
-            raise RuntimeError(
-                f"A transform turned {num_records} records into {_length(result)}, and in a {type(data).__name__} "
-                "records cannot carry their handles. Store tensordicts, or keep all records in place."
-            )
-        return result, info
+        return _same_length(data, step(data)), info
     batch_size = data.batch_size
     num_records = batch_size[0]
     before = list(data.values(True, True))  # kept alive, so that no new entry can take an old one's address
@@ -58,27 +51,40 @@ def follow(
     for key in attach:
         value = info[key]
         value = torch.stack(value, -1) if isinstance(value, tuple) else _expand_right(value, data)
-        data.set(key, value.clone())  # a transform may write into it
-    result = transform(data)
+        data.set(key, value.clone())  # a step may write into it
+    result = step(data)
     if not isinstance(result, TensorDictBase):
-        return result, info
-    carrier = result.get(CARRIER_KEY, None)
-    if carrier is not None:
-        _drop(result)
-    position = None if carrier is None else _decode(carrier, num_records)
+        return _same_length(data, result), info
+    bits = result.get((CARRIER_KEY, "bits"), None)
+    if CARRIER_KEY in result:
+        with result.unlock_():
+            result.pop(CARRIER_KEY)
+    position = None if bits is None else _decode(bits, num_records)
     if position is None:
         if result.batch_size == batch_size and any(_place(leaf) in places for leaf in result.values(True, True)):
             return result, info  # some entry is untouched, so the records are where they were
         raise RuntimeError(
-            f"A transform dropped or overwrote the entry {CARRIER_KEY!r} that ties records to their handles, and "
-            "rebuilt every other entry, so that it cannot be told where each record went. Let the transform change "
-            f"the entries that it needs and return the rest, {CARRIER_KEY!r} included."
+            "A transform rebuilt every entry of the batch and dropped or overwrote the one that ties records to their "
+            f"handles, {CARRIER_KEY!r}, so that it cannot be told where each record went. Return that one as well: set "
+            f"the entries that you need in the tensordict you were given, or copy its {CARRIER_KEY!r} to the new one."
         )
     if position.shape == batch_size:
         in_place = torch.arange(num_records, device=position.device).reshape([-1, *[1] * (len(batch_size) - 1)])
         if bool((position == in_place).all()):
             return result, info
     return result, {key: _take(value, position, num_records) for key, value in info.items()}
+
+
+def _same_length(data: Any, result: Any) -> Any:
+    """``result``, if a step that cannot be followed may have kept the records of ``data`` in place."""
+    before, after = _length(data), _length(result)
+    if before is not None and after != before:
+        raise RuntimeError(
+            f"A transform turned {before} records into {'something else' if after is None else after}, and in a "
+            f"{type(result).__name__} records cannot carry their handles. Store and return tensordicts, or keep all "
+            "records in place."
+        )
+    return result
 
 
 def _length(data: Any) -> int | None:
@@ -94,28 +100,31 @@ def _expand_right(value: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
     return value if missing <= 0 else value.reshape([*value.shape, *[1] * missing]).expand(data.shape)
 
 
-def _carrier(data: TensorDictBase) -> torch.Tensor:
-    position = _expand_right(torch.arange(data.shape[0], device=data.device), data)
-    return torch.stack(
-        [position, data.shape[0] - 1 - position, torch.zeros_like(position), torch.ones_like(position)], -1
-    )
+def _num_bits(num_records: int) -> int:
+    return max(num_records - 1, 1).bit_length()
 
 
-def _drop(result: TensorDictBase) -> None:
-    with result.unlock_():
-        result.pop(CARRIER_KEY)
+def _carrier(data: TensorDictBase) -> TensorDict:
+    """The position of each record: nested, so that code that concatenates all entries notices it."""
+    num_records = data.shape[0]
+    position = torch.arange(num_records, device=data.device)
+    weights = 2 ** torch.arange(_num_bits(num_records), device=data.device)
+    reference = torch.tensor([[0.0, 1.0]], device=data.device).expand(num_records, 2)
+    bits = torch.cat([reference, (position[:, None] // weights % 2).float()], -1)  # float: in-place scaling works
+    bits = bits.reshape([num_records, *[1] * (data.ndim - 1), bits.shape[-1]]).expand(*data.shape, -1)
+    return TensorDict({"bits": bits.clone()}, data.batch_size, device=data.device)
 
 
-def _decode(carrier: torch.Tensor, num_records: int) -> torch.Tensor | None:
+def _decode(bits: torch.Tensor, num_records: int) -> torch.Tensor | None:
     """Positions ``[...]``, or ``None`` if the entry does not hold any."""
-    if carrier.shape[-1:] != (4,) or carrier.is_complex():
+    if bits.shape[-1] != 2 + _num_bits(num_records):
         return None
-    forward, backward, zero, one = carrier.to(torch.float64).unbind(-1)
-    scale = one - zero
-    position, mirrored = ((forward - zero) / scale).round(), ((backward - zero) / scale).round()
-    # NaN fails these comparisons
-    sound = (position >= 0) & (mirrored >= 0) & (position + mirrored == num_records - 1)
-    return position.to(torch.int64) if bool(sound.all()) else None
+    zero, one, bits = bits[..., :1], bits[..., 1:2], bits[..., 2:]
+    is_one = bits == one
+    # NaN, and references that have become equal, fail this
+    sound = (is_one != (bits == zero)).all()
+    position = (is_one * 2 ** torch.arange(bits.shape[-1], device=bits.device)).sum(-1)
+    return position if bool(sound & (position < num_records).all()) else None
 
 
 def _place(leaf: Any) -> Any:

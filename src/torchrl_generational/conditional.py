@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl_generational.indexing import as_int64, normalise_handles
 from torchrl_generational.priorities import as_priority, check_leaf, match_shape
 from torchrl_generational.result import UpdateResult
-from torchrl_generational.samplers import store_priorities, tree_dtype
+from torchrl_generational.samplers import has_own_update, store_priorities, tree_dtype
 
 __all__ = ["ConditionalUpdates"]
 
@@ -84,6 +85,9 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         values = as_priority(priority, dtype=tree_dtype(sampler), device=sampler.device)
         check_leaf(values, alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity)
         with self._exclusive():
+            if storage is not self._storage or sampler is not self._priority_sampler("update_priority_if_present"):
+                # exchanged since they were looked up: begin again
+                return self.update_priority_if_present(index=index, generation=generation, priority=priority)
             handles = normalise_handles(index, generation, storage.generations.shape, device)
             values = match_shape(values, handles.shape)
             self._catch_up()
@@ -93,7 +97,8 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             if not live.all():
                 cells = cells[live]
                 values = values[live.to(values.device)] if values.ndim else values
-            store_priorities(sampler, cells.to(sampler.device), values)
+            store = sampler.update_priority if has_own_update(sampler) else partial(store_priorities, sampler)
+            store(cells.to(sampler.device), values)
             result = UpdateResult(live.reshape(handles.shape))
             self._count(result)
         return result
@@ -142,22 +147,27 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         generation = as_int64("generation", generation, device)
         shape = generation.shape
         space = storage.generations.shape
+        first: Any = None  # where a stored trajectory has its one handle
         if len(space) > 1 and len(shape) == 1 and getattr(index, "shape", None) == shape:
-            index = as_int64("index", index, device)  # TorchRL's documented form here: dim-0 rows
-            flat_generation = generation
+            # TorchRL's documented form here: dim-0 rows
+            handles = normalise_handles(index, generation, space[:1], device)
+            index, flat_generation = handles.rows, handles.generation
         else:
             if not isinstance(index, tuple):
                 index = as_int64("index", index, device)
             inner = int(getattr(storage, "record_ndim", 0))
             if inner and isinstance(index, torch.Tensor) and index.shape == shape and len(shape) >= inner:
                 # a stored trajectory repeats its handle over its own dimensions, and is patched as one record
-                first: Any = (..., *(0,) * inner)
+                first = (..., *(0,) * inner)
                 index, generation = index[first], generation[first]
             handles = normalise_handles(index, generation, space, device)
             flat_generation = handles.generation
             index = handles.cells
             if len(space) > 1:
                 index = torch.stack(torch.unravel_index(index, space), -1)
+        if isinstance(version, torch.Tensor) and version.shape == shape:
+            version = version[first] if first is not None else version
+            version = version.reshape(-1) if shape else version
         outcome = super().update_if_present(
             index=index,
             generation=flat_generation,

@@ -140,7 +140,7 @@ class SupportsGenerations(Protocol):
     """What a storage offers so that buffers, writers and samplers of this package work on it.
 
     The storage promises that every road by which a slot receives a new record (its ``set``, and ``_empty`` and loads,
-    which replace all records) advances the stamps first, and that it does so under :attr:`lock`.
+    which replace all records) advances the stamps first. It does not lock; buffers hold :attr:`lock` around it.
     """
 
     @property
@@ -157,7 +157,7 @@ class SupportsGenerations(Protocol):
 
     @property
     def lock(self) -> StorageLock:
-        """The lock of everything that reads or changes this storage, held by all buffers on it."""
+        """The lock of everything that reads or changes this storage, held by all buffers on it. Can be set."""
 
 
 @runtime_checkable

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import torch
 from tensordict import is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
+from torchrl.data.replay_buffers import (
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.utils import pin_memory_output
@@ -22,6 +31,14 @@ from torchrl_generational.storages import GenerationalLazyTensorStorage
 from torchrl_generational.writers import GenerationalRoundRobinWriter, GenerationalWriterMixin
 
 __all__ = ["GenerationalReplayBufferMixin"]
+
+# TorchRL's four plain buffers: their _sample is what the mixin replaces.
+_PLAIN_BUFFERS = (
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+)
 
 
 class GenerationalReplayBufferMixin(ConditionalUpdates):
@@ -50,32 +67,59 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
         True
     """
 
+    # TorchRL's; the last three guarded by the storage's lock
     _init_storage: Any
     _init_sampler: Any
+    _storage: Any
+    _sampler: Any
+    _consume_after_n_samples: Any
+    _initializing: int | None = None  # the thread that puts the parts in place
     _default_writer: type[Writer] = GenerationalRoundRobinWriter
 
     def __init__(self, *, writer: Any = None, **kwargs: Any) -> None:
         self._wanted_writer = writer
         super().__init__(**kwargs)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        behind = cls.__mro__[cls.__mro__.index(GenerationalReplayBufferMixin) + 1 :]
+        for base in behind:
+            if "_sample" in vars(base) and base not in _PLAIN_BUFFERS:
+                raise TypeError(
+                    f"{cls.__name__}: the mixin replaces _sample, and {base.__name__} has one of its own that would be "
+                    "skipped. Put what it does into a sampler, a transform or a class in front of the mixin."
+                )
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the parts are in place. False to other threads while one is putting them there."""
+        return self._initialized and self._initializing in (None, threading.get_ident())
+
     def _ready(self) -> None:
         """Initialises a buffer with ``delayed_init``."""
-        if not self._initialized:
+        if not self.initialized:
             self._init()
 
     def _init(self) -> None:
-        if self._initialized:
-            return
-        # Made and checked before TorchRL ties them together, so that a refusal leaves nothing half attached.
+        with self.__dict__["_replay_lock"]:  # the buffer's own: it has no storage yet
+            if self._initialized:
+                return
+            self._initializing = threading.get_ident()
+            try:
+                self._make_parts()
+                super()._init()
+            finally:
+                self._initializing = None
+            if self.shared:
+                self._storage.lock.share()
+
+    def _make_parts(self) -> None:
+        """Makes and checks the parts before TorchRL ties them together, so that a refusal leaves nothing attached."""
         storage: Any = self._maybe_make_storage(self._init_storage, compilable=self._init_compilable)
         sampler: Any = self._maybe_make_sampler(self._init_sampler)
         writer = self._make_writer()
         self._check_parts(storage, sampler, writer)
         self._init_storage, self._init_sampler, self._wanted_writer = storage, sampler, writer
-        super()._init()
-        self._wanted_writer = None
-        if self.shared:
-            self._storage.lock.share()
 
     def _maybe_make_storage(self, storage: Any, compilable: bool | None) -> Storage:
         if storage is None:
@@ -89,14 +133,16 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
 
     def _maybe_make_writer(self, writer: Any) -> Writer:
         """The writer wanted here, whichever default the class behind passes on."""
-        made: Writer = self._wanted_writer
+        made: Writer
+        made, self._wanted_writer = self._wanted_writer, None
         return made
 
     def _check_parts(self, storage: Any, sampler: Any, writer: Any) -> None:
         """Refuses parts that cannot keep the promise, before anything is changed."""
         user = type(self).__name__
         generations_on(storage, user=user)
-        if not isinstance(storage, SupportsGenerations):
+        complete: bool = isinstance(storage, SupportsGenerations)
+        if not complete:
             raise TypeError(
                 f"{type(storage).__name__} says that it supports generations but lacks a part of SupportsGenerations: "
                 "it needs slot_generations, generations and lock. See the documentation of that protocol."
@@ -110,6 +156,11 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
         for candidate in (sampler, self.__dict__.get("_prioritized_sampler")):
             if isinstance(candidate, GenerationalPrioritizedSampler):
                 candidate.fit(storage)
+            elif isinstance(candidate, PrioritizedSampler) and storage.ndim > 1 and len(storage) == 0:
+                raise TypeError(
+                    f"A storage of {storage.ndim} dimensions may round its capacity up to whole rows at its first "
+                    f"write, and {type(candidate).__name__} does not grow with it. Use GenerationalPrioritizedSampler."
+                )
             if isinstance(candidate, PrioritizedSampler):
                 check_capacity(candidate, storage)
 
@@ -136,9 +187,16 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
             storage.lock.share()
         return self
 
-    def _exclusive(self) -> Any:
-        """The storage's lock; nothing while ``torch.compile`` traces, which cannot hold one."""
-        return contextlib.nullcontext() if torch.compiler.is_compiling() else self._replay_lock
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Holds the storage's lock; holds nothing while ``torch.compile`` traces, which cannot."""
+        while not torch.compiler.is_compiling():
+            lock = self._replay_lock
+            with lock:
+                if lock is self._replay_lock:  # the storage was not exchanged while this thread waited
+                    yield
+                    return
+        yield
 
     # ---------------------------------------------------------------- sampling
 
@@ -157,10 +215,29 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
             if self._sample_unit is not None or GENERATION_KEY not in info:
                 info[GENERATION_KEY] = self._generations_now(index)
             data = storage.get(_on_device_of(index, storage))
-        data = self._collate_fn(data)
+        return self._finish_sample(data, info)
+
+    def _get_collate_fn(self, collate_fn: Any) -> None:
+        self._collates_itself = collate_fn is not None
+        super()._get_collate_fn(collate_fn)
+
+    def _finish_sample(self, data: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Collates and transforms what was drawn; handles follow their records."""
+        if self._collates_itself:
+            data, info = follow(data, info, self._collate_fn)
+        else:
+            data = self._collate_fn(data)
         if self._transform is not None and len(self._transform):
-            data, info = self._transform_sample(data, info)
+            collection = is_tensor_collection(data)
+            unlocked = data.unlock_() if collection else contextlib.nullcontext()
+            with unlocked, _set_dispatch_td_nn_modules(collection):
+                for transform in self._transform.transforms:
+                    data, info = follow(data, info, transform, attach=self._visible_handles)
         return data, info
+
+    #: Entries of the info that a transform of this class of buffers finds in the batch.
+    _visible_handles: tuple[str, ...] = ()
+    _collates_itself = False
 
     def _generations_now(self, index: Any) -> torch.Tensor:
         """Stamps of an index that a sampler just drew. Lock held."""
@@ -169,29 +246,46 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
             index = index.unbind(-1)
         return generations.lookup(rows_of(index))
 
-    def _transform_sample(self, data: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        collection = is_tensor_collection(data)
-        unlocked = data.unlock_() if collection else contextlib.nullcontext()
-        with unlocked, _set_dispatch_td_nn_modules(collection):
-            return follow(data, info, self._transform, attach=self._visible_handles)
-
-    #: Entries of the info that a transform of this class of buffers finds in the batch.
-    _visible_handles: tuple[str, ...] = ()
-
     # ---------------------------------------------------------------- writing
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Puts new records into slots: their stamps advance."""
-        storage = self.storage
-        with self._replay_lock:
-            if isinstance(index, tuple) and len(index) > 1 and not isinstance(index[0], str | tuple):
+        """Puts new records into slots: their stamps advance, and they get the sampler's default priority."""
+        self._ready()
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        with self._exclusive():
+            if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
+                super().__setitem__(index, value)  # an entry of the records that are there
+                return
+            storage = self._storage
+            if isinstance(index, tuple):
                 # TorchRL writes this form through a view, past the storage's own set()
-                dim = self.dim_extend
-                rows = index[dim] if dim < len(index) else slice(None)
-                if Ellipsis in [part for part in index if not isinstance(part, torch.Tensor)]:
-                    rows = slice(None)
-                storage.slot_generations.advance(rows_written(rows, int(storage.generations.shape[0])))
+                rows = self._rows_viewed(index)
+                storage.slot_generations.advance(rows)
+            else:
+                written = rows_written(
+                    index if self.dim_extend == 0 else slice(None), storage.slot_generations.num_rows
+                )
+                rows = torch.arange(storage.slot_generations.num_rows)[written].reshape(-1)
             super().__setitem__(index, value)
+            rows = rows[rows < storage._len_along_dim0]
+            inner = torch.arange(storage.generations.shape[1:].numel())
+            cells = (rows[:, None] * inner.numel() + inner).reshape(-1)
+            for entity in storage._attached_entities:
+                entity.mark_update(cells)
+
+    def _rows_viewed(self, index: tuple[Any, ...]) -> torch.Tensor:
+        """The storage's dim-0 rows that ``self[:][index] = ...`` writes to."""
+        rows = torch.arange(int(self._storage._len_along_dim0))
+        data = self._storage._storage
+        shape = getattr(data, "batch_size", getattr(data, "shape", None))
+        if shape is None:  # a pytree: TorchRL refuses the write, and all its records stay where they are
+            return rows[:0]
+        view = rows.reshape(-1, *[1] * (len(shape) - 1)).expand(-1, *shape[1:])
+        if self.dim_extend > 0:
+            view = view.transpose(0, self.dim_extend)
+        assigned: torch.Tensor = torch.unique(view[index])
+        return assigned
 
     def mark_update(self, index: Any) -> None:
         """Gives the records at ``index`` the sampler's default priority."""
@@ -207,13 +301,22 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
         """
         self._ready()
         with self._futures_lock:
-            self._clear_prefetch_queue_locked()
-            with self._replay_lock:
+            self._drop_prefetched()
+            with self._exclusive():
                 super().empty(empty_write_count=empty_write_count)
                 # A sibling that went on from its old cursor would leave slots below the length without a record.
                 for sibling in self._storage._attached_entities:
-                    if hasattr(sibling._writer, "_cursor"):
+                    if hasattr(getattr(sibling, "_writer", None), "_cursor"):
                         sibling._writer._cursor = 0
+
+    def _drop_prefetched(self) -> None:
+        """Drops prefetched batches when all work in flight is done. Futures lock held, storage's lock not.
+
+        Nothing is cancelled: a submitted update may wait for a batch.
+        """
+        wait((*self._prefetch_queue, *self._pending_update_futures))
+        self._prefetch_queue.clear()
+        self._sample_dependency = None
 
     # ---------------------------------------------------------------- exchange of parts
 
@@ -227,19 +330,26 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
             TypeError: if it cannot carry generations.
             ValueError: if it is larger than the sampler.
         """
-        self._check_parts(storage, self.sampler, self.writer)
-        if not storage._attached_entities:
-            storage.lock = self._replay_lock  # threads that wait for it now find the new storage behind it
-        first, second = sorted((self._replay_lock, storage.lock), key=id)  # one order for all threads
-        with self._futures_lock, first, second:
-            self._clear_prefetch_queue_locked()
-            previous: Storage = super().set_storage(storage, collate_fn)
-            if self in previous._attached_entities:
-                previous._attached_entities.remove(self)
-            storage.attach(self)
-            self._writer.register_storage(storage)
-            if self.shared:
-                storage.lock.share()
+        self._ready()
+        with self._futures_lock:
+            self._drop_prefetched()
+            with self._exclusive():
+                self._check_parts(storage, self._sampler, self._writer)
+                previous: Storage = self._storage
+                if not storage._attached_entities:
+                    storage.lock = previous.lock  # threads that wait for it now find the new storage behind it
+                with storage.lock:
+                    try:
+                        super().set_storage(storage, collate_fn)
+                    except BaseException:
+                        self._storage = previous
+                        raise
+                    if self in previous._attached_entities:
+                        previous._attached_entities.remove(self)
+                    storage.attach(self)
+                    self._writer.register_storage(storage)
+                    if self.shared:
+                        storage.lock.share()
         return previous
 
     def set_writer(self, writer: Writer) -> Writer:
@@ -248,8 +358,9 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
         Raises:
             TypeError: if it does not track generations.
         """
-        self._check_parts(self.storage, self.sampler, writer)
-        with self._replay_lock:
+        self._ready()
+        with self._exclusive():
+            self._check_parts(self._storage, self._sampler, writer)
             previous: Writer = super().set_writer(writer)
         return previous
 
@@ -259,10 +370,17 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
         Raises:
             ValueError: if it has priorities and is smaller than the storage.
         """
-        self._check_parts(self.storage, sampler, self.writer)
-        with self._replay_lock:
-            previous: Sampler = super().set_sampler(sampler)
-        return previous
+        self._ready()
+        with self._exclusive():
+            self._check_parts(self._storage, sampler, self._writer)
+            previous, consumed = self._sampler, self._consume_after_n_samples
+            try:
+                super().set_sampler(sampler)
+            except BaseException:
+                self._sampler, self._consume_after_n_samples = previous, consumed
+                raise
+        exchanged: Sampler = previous
+        return exchanged
 
 
 def _on_device_of(index: Any, storage: Any) -> Any:

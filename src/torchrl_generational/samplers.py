@@ -62,6 +62,12 @@ def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority:
     PrioritizedSampler.update_priority(sampler, cells, priority)
 
 
+def has_own_update(sampler: PrioritizedSampler) -> bool:
+    """Whether a sampler does something of its own with priorities, so that it must be asked."""
+    plain = (PrioritizedSampler.update_priority, GenerationalPrioritizedSampler.update_priority)
+    return type(sampler).update_priority not in plain
+
+
 class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc]  # TorchRL is untyped
     r"""A prioritized sampler whose samples carry the generation of every record.
 
@@ -74,6 +80,9 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
     priorities of any real dtype are accepted and cast to the tree's; NaN, infinite and negative priorities, and
     indices outside the tree, are refused before anything changes; where one call names a slot twice, the running
     maximum sees the value that was stored.
+
+    In a stock buffer with a sample unit, ``index_generation`` is that of the anchors, repeated like the rest of the
+    info; the buffers of this package look it up for the expanded records.
 
     Thread safety: none of its own; a buffer calls it under the storage's lock.
 
@@ -182,6 +191,14 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             cells = cells[real]
             values = values[real] if values.ndim else values
         store_priorities(self, cells, values)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Gives the records at ``index`` the default priority, leaving out slots that ``storage`` has not reached."""
+        cells = as_int64("index", index, self.device)
+        if storage is not None and cells.ndim <= 1:
+            cells = cells.reshape(-1)
+            cells = cells[cells < len(storage)]
+        self.update_priority(cells, self.default_priority, storage=storage)
 
     def _cells(self, index: Any, storage: Storage | None) -> torch.Tensor:
         """``index`` as flat cells ``[M]``, -1 where the row is to be ignored."""

@@ -113,20 +113,20 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
         num_rows = self._rows_for(cursor, data)
         rows = rows_written(cursor, num_rows)
         self._generations.advance(rows)
-        if isinstance(rows, torch.Tensor) and isinstance(cursor, torch.Tensor) and cursor.dtype != torch.bool:
+        if isinstance(rows, torch.Tensor) and isinstance(cursor, torch.Tensor) and cursor.shape == rows.shape:
             keep = _last_of_each(rows, num_rows)
             if keep is not None:
                 cursor, data = cursor[keep], _select(data, keep)
         super().set(cursor, data, set_cursor=set_cursor)
         if set_cursor:
-            self._reach(rows)
+            self.reach(rows)
         if self._generations.device != torch.device(self._stamp_device()):
             self._generations.to(self._stamp_device())
 
     def _get_new_len(self, data: Any, cursor: Any) -> None:
-        """TorchRL counts the records written, before it writes them. See :meth:`_reach`."""
+        """TorchRL counts the records written, before it writes them. See :meth:`reach`."""
 
-    def _reach(self, rows: int | slice | torch.Tensor) -> None:
+    def reach(self, rows: int | slice | torch.Tensor) -> None:
         """Extends the length to the last row written, once its data is there.
 
         Where several buffers write with cursors of their own, a count would reach slots that were never written.

@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import Writer
 
-from torchrl_generational.generations import GENERATION_KEY
+from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.priorities import as_priority, check_leaf
 from torchrl_generational.result import UpdateResult
@@ -42,7 +42,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         Reads ``index``, ``index_generation`` and the buffer's ``priority_key`` from ``data``. What is more than one
         number per record (a trajectory stored as one record, a TD error per head) is reduced by the sampler's
         ``reduction``, as TorchRL's ``update_tensordict_priority`` does. A sample that a sample unit expanded updates
-        its anchors, with the maximum over each anchor's valid records.
+        its anchors, with the maximum over each anchor's valid records; rows of an anchor without any count as stale.
 
         Args:
             data: a sample of this buffer, or any part or reshaping of one, with the priority entry set.
@@ -81,11 +81,11 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             index = index[..., 0]
         while generation.ndim > len(shape):
             generation = generation[..., 0]
-        priority = priority.to(tree_dtype(sampler))
+        priority = as_priority(priority, dtype=tree_dtype(sampler), device=sampler.device, name=str(self.priority_key))
         if priority.shape != shape:
             priority = _reduce(priority.reshape(*shape, -1), sampler.reduction, dim=-1)
         if anchored:
-            priority = _per_anchor(index, generation, priority, data.get("validity_mask", None))
+            priority, generation = _per_anchor(index, generation, priority, data.get("validity_mask", None))
         return self.update_priority_if_present(index=index, generation=generation, priority=priority)
 
     def _entry(self, data: TensorDictBase, key: Any, method: str) -> torch.Tensor:
@@ -175,7 +175,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
     def _per_cell(self, priority: torch.Tensor, cells: int) -> torch.Tensor:
         """First priorities of the cells of one row, ``[cells]``."""
         priority = priority.reshape(cells, -1)
-        reduction = getattr(self._sampler, "reduction", "max")
+        reduction: str = getattr(self._sampler, "reduction", "max")
         reduced: torch.Tensor = _reduce(priority, reduction, dim=-1) if priority.shape[-1] > 1 else priority[:, 0]
         return reduced
 
@@ -199,15 +199,21 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
 
 def _per_anchor(
     index: torch.Tensor, generation: torch.Tensor, priority: torch.Tensor, valid: torch.Tensor | None
-) -> torch.Tensor:
-    """For every row, the largest priority among the valid rows of its anchor."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For every row, the largest priority among the valid rows of its anchor, and the anchor's generation.
+
+    An anchor of which a part of a sample has no valid row gets no priority: its rows name no record.
+    """
     shape = priority.shape
-    anchor = torch.cat([index.reshape(generation.numel(), -1), generation.reshape(-1, 1)], -1)
-    _, group = torch.unique(anchor, dim=0, return_inverse=True)
+    generation = generation.reshape(-1).to(priority.device)
+    anchor = torch.cat([index.reshape(generation.numel(), -1).to(priority.device), generation[:, None]], -1)
+    group = torch.unique(anchor, dim=0, return_inverse=True)[1]
     source = priority.reshape(-1)
     if valid is not None:
-        # every anchor's own record is valid, so no group is left without a value
-        source = torch.where(valid.reshape(shape).reshape(-1), source, -torch.inf)
-    largest = torch.full((int(group.max()) + 1 if group.numel() else 0,), -torch.inf, dtype=source.dtype)
-    largest = largest.to(source.device).scatter_reduce(0, group.to(source.device), source, "amax")
-    return largest[group.to(source.device)].reshape(shape)
+        source = torch.where(valid.reshape(-1).to(priority.device), source, -torch.inf)
+    largest = torch.full_like(source, -torch.inf).scatter_reduce(0, group, source, "amax")[group]
+    none = largest == -torch.inf
+    return (
+        torch.where(none, 0, largest).reshape(shape),
+        torch.where(none, NEVER_WRITTEN, generation).reshape(shape),
+    )

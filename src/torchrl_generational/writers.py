@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +12,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
 from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN, generations_on
+from torchrl_generational.indexing import rows_written
 
 __all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
 
@@ -19,6 +22,10 @@ _Base: Any = RoundRobinWriter if TYPE_CHECKING else object
 
 class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untyped
     """What makes a round-robin writer generational: it leaves the stamps to the storage, which advances them first."""
+
+    # TorchRL's counters; guarded by the storage's lock
+    _cursor: int
+    _write_count: int
 
     def __init__(self, compilable: bool = False, *, track_generations: bool = True) -> None:
         if not track_generations:
@@ -42,6 +49,38 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
     def _bump_generation(self, index: Any, data: Any) -> None:
         """Nothing left to do: the storage stamped the slots before their data changed."""
+
+    def _update_storage_len_for_write_at(self, index: Any) -> None:
+        """TorchRL takes rows for cells here, which differ in storages of several dimensions."""
+        storage = self._storage
+        if hasattr(storage, "reach"):
+            storage.reach(rows_written(index, storage.slot_generations.num_rows))
+        else:
+            super()._update_storage_len_for_write_at(index)
+
+    def add(self, data: Any) -> int | torch.Tensor:
+        """Writes one record and returns its index. A write that fails leaves the cursor where it was."""
+        with self._cursor_back_on_error():
+            result: int | torch.Tensor = super().add(data)
+            return result
+
+    def extend(self, data: Any) -> torch.Tensor:
+        """Writes records one after the other and returns their indices, one per record.
+
+        A write that fails leaves the cursor where it was, so that the next one goes over its slots again.
+        """
+        with self._cursor_back_on_error():
+            result: torch.Tensor = super().extend(data)
+            return result
+
+    @contextlib.contextmanager
+    def _cursor_back_on_error(self) -> Iterator[None]:
+        cursor, write_count = self._cursor, self._write_count
+        try:
+            yield
+        except BaseException:
+            self._cursor, self._write_count = cursor, write_count
+            raise
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """Starts again at slot 0; the storage's own ``_empty`` makes the handles stale."""
@@ -87,7 +126,7 @@ class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDict
     """
 
     def add(self, data: Any) -> int | torch.Tensor:
-        """Writes one record and returns its index. The data's ``index`` entry becomes the slot."""
+        """Writes one record and returns its index, which also becomes the data's ``index`` entry."""
         _withdraw_handles(data)
         result: int | torch.Tensor = super().add(data)
         return result
