@@ -93,7 +93,11 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
         return self.max_size if self.ndim == 1 else int(self._total_shape[0])
 
     def _stamp_device(self) -> torch.device | str:
-        return "cpu" if self.device in (None, "auto") else self.device
+        """The storage's device, as far as it is known and can hold numbers."""
+        if self.device in (None, "auto") or torch.device(self.device).type == "meta":
+            return "cpu"
+        device: torch.device | str = self.device
+        return device
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Puts new records into slots: their stamps advance, then their data changes.
@@ -110,6 +114,11 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
             IndexError: if a row lies outside the storage; nothing has changed then.
         """
         data = _without_handles(data)
+        if torch.compiler.is_compiling() and isinstance(cursor, torch.Tensor):
+            # A traced graph cannot branch on what the cursor holds: it stamps, and torch checks the bounds.
+            self._generations.advance(cursor)
+            TensorStorage.set(self, cursor, data, set_cursor=set_cursor)  # super() cannot be traced here
+            return
         num_rows = self._rows_for(cursor, data)
         rows = rows_written(cursor, num_rows)
         self._generations.advance(rows)
@@ -125,6 +134,8 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
 
     def _get_new_len(self, data: Any, cursor: Any) -> None:
         """TorchRL counts the records written, before it writes them. See :meth:`reach`."""
+        if torch.compiler.is_compiling():
+            super()._get_new_len(data, cursor)
 
     def reach(self, rows: int | slice | torch.Tensor) -> None:
         """Extends the length to the last row written, once its data is there.

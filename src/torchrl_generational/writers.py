@@ -50,6 +50,9 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
     def _bump_generation(self, index: Any, data: Any) -> None:
         """Nothing left to do: the storage stamped the slots before their data changed."""
 
+    def _align_generation_device(self) -> None:
+        """Nothing left to do: the storage keeps its stamps where its data is."""
+
     def _update_storage_len_for_write_at(self, index: Any) -> None:
         """TorchRL takes rows for cells here, which differ in storages of several dimensions."""
         storage = self._storage
