@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_generational import GenerationalLazyTensorStorage, SlotGenerations, SupportsGenerations, TracksGenerations
-from torchrl_generational.generations import generations_on
+from torchrl_generational.generations import COUNT_BITS, generations_on
 from torchrl_generational.writers import GenerationalRoundRobinWriter
 
 writes = st.one_of(
@@ -48,15 +48,88 @@ def test_the_tensor_of_stamps_keeps_its_place_in_memory():
     view = generations.values
     generations.advance(slice(0, 4))
     generations.invalidate()
-    generations.restore(torch.tensor([5, 6]))
+    generations.restore(torch.tensor([5, 6]), lineage=generations.lineage)
     assert view.tolist() == [5, 6, -1, -1]
     assert view.data_ptr() == generations.values.data_ptr()
 
 
-def test_stamps_survive_pickling():
+def test_stamps_survive_pickling_and_the_copy_begins_its_own_timeline():
     generations = SlotGenerations(3)
     generations.advance(1)
-    assert pickle.loads(pickle.dumps(generations)).values.tolist() == [-1, 0, -1]
+    copy = pickle.loads(pickle.dumps(generations))
+    assert copy.values.tolist() == [-1, 0, -1]
+    assert copy.incarnation > generations.incarnation == 0
+    assert copy.lineage == generations.lineage
+
+
+BASE = 2**COUNT_BITS
+
+
+def test_after_a_restore_new_records_get_stamps_of_a_later_incarnation():
+    generations = SlotGenerations(4)
+    generations.restore(torch.tensor([5, 0, -1]))
+    assert generations.values.tolist() == [5, 0, -1, -1]
+    incarnation = generations.incarnation
+    assert 1 <= incarnation <= 2**16
+    generations.advance(torch.tensor([0, 0, 2]))
+    generations.advance(3)
+    generations.advance(slice(1, 2))
+    first = incarnation * BASE
+    assert generations.values.tolist() == [first + 1, first, first, first]
+
+
+def test_a_restore_is_later_than_both_timelines():
+    live, saved = SlotGenerations(2), SlotGenerations(2)
+    for _ in range(3):
+        live.begin_incarnation()
+        saved.begin_incarnation(after=live.incarnation)
+    reached = saved.incarnation
+    live.restore(saved.values.clone(), **saved.origin())
+    assert live.incarnation > reached
+    later = live.incarnation
+    live.restore(torch.tensor([3, -1]), lineage=live.lineage, incarnation=0)
+    assert live.incarnation > later
+    live.restore(torch.tensor([(later + 10**6) * BASE + 7, -1]), lineage=live.lineage)
+    assert live.incarnation > later + 10**6
+
+
+def test_a_count_that_carries_into_the_incarnation_keeps_growing():
+    generations = SlotGenerations(1)
+    generations.restore(torch.tensor([BASE - 1]))
+    generations._state[-1] = 0  # as if it had counted that far
+    generations.advance(0)
+    assert generations.values.tolist() == [BASE]
+    generations.begin_incarnation()
+    before = generations.values.clone()
+    generations.advance(0)
+    assert (generations.values > before).all()
+    overtaken = (generations.incarnation + 5) * BASE + 3  # a row that counted past later incarnations
+    generations.values[0] = overtaken
+    generations.begin_incarnation()
+    generations.advance(0)
+    assert int(generations.values[0]) > overtaken
+
+
+def test_the_last_incarnation_is_refused_before_a_stamp_could_turn_negative():
+    generations = SlotGenerations(1)
+    generations.begin_incarnation(after=2**31 - 2**16 - 2)
+    generations.advance(0)
+    assert int(generations.values[0]) > 0
+    generations._state[-1] = (2**31 - 1) << COUNT_BITS
+    with pytest.raises(OverflowError, match="restored so often"):
+        generations.begin_incarnation()
+    generations.advance(0)
+    assert generations.values.tolist() == [(2**31 - 1) * BASE]
+
+
+def test_the_step_of_a_restore_does_not_follow_the_seed():
+    steps = set()
+    for _ in range(20):
+        torch.manual_seed(0)
+        generations = SlotGenerations(1)
+        generations.begin_incarnation()
+        steps.add(generations.incarnation)
+    assert len(steps) > 10
 
 
 @pytest.mark.parametrize(

@@ -379,7 +379,7 @@ def test_after_an_exchange_of_storages_the_writer_and_the_marks_follow():
     assert new.lock is old.lock  # whoever waits for it finds the new storage behind it
     rb.extend(records(3))
     assert (len(new), len(old)) == (3, 0)
-    assert rb.sample()["index_generation"].tolist() == [0] * 8
+    assert torch.equal(rb.sample()["index_generation"].unique(), new.generations[:3].unique())
     assert rb not in old._attached_entities
 
 

@@ -321,7 +321,7 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
     # ---------------------------------------------------------------- exchange of parts
 
     def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
-        """Replaces the storage and returns the previous one. Prefetched batches are dropped.
+        """Replaces the storage and returns the previous one. Every handle of either is stale, prefetched batches too.
 
         A storage that other buffers write to keeps their lock, which this buffer joins: no other thread may be inside
         this buffer then. Any other storage takes over the lock that this buffer has.
@@ -344,6 +344,9 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
                     except BaseException:
                         self._storage = previous
                         raise
+                    # a handle of the previous storage must not name a record of this one
+                    reached = int(storage._len_along_dim0 or 0)
+                    storage.slot_generations.replaced(reached, after=previous.slot_generations.incarnation)
                     if self in previous._attached_entities:
                         previous._attached_entities.remove(self)
                     storage.attach(self)

@@ -6,6 +6,7 @@ The storage is the only place where stamps advance: every road by which a slot r
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,6 +167,12 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
         self._generations.invalidate()
         super()._empty()
 
+    def state_dict(self) -> dict[str, Any]:
+        """One consistent snapshot: later writes do not show in it, as they do in TorchRL's."""
+        state: dict[str, Any] = super().state_dict()
+        state["_storage"] = _snapshot(state["_storage"])
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
         super().load_state_dict(state_dict)
@@ -177,9 +184,17 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
         self._replaced()
 
     def _replaced(self) -> None:
-        self._generations.invalidate()
-        if self.initialized and len(self):
-            self._generations.mark_written(int(self._len_along_dim0))
+        self._generations.replaced(int(self._len_along_dim0) if self.initialized and len(self) else 0)
+
+
+def _snapshot(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        result = copy(state)  # with its attributes: tensordict keeps the batch size in one
+        result.update((key, _snapshot(value)) for key, value in state.items())
+        return result
+    return state
 
 
 def _without_handles(data: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,8 @@ from torchrl_generational.indexing import rows_written
 
 __all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
 
+_ORIGIN = "_generation_"  # before the names of what a checkpoint says about its stamps
+
 # A plain class, which stands in front of one of TorchRL's.
 _Base: Any = RoundRobinWriter if TYPE_CHECKING else object
 
@@ -23,6 +27,8 @@ _Base: Any = RoundRobinWriter if TYPE_CHECKING else object
 class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untyped
     """What makes a round-robin writer generational: it leaves the stamps to the storage, which advances them first."""
 
+    _pending_generation: torch.Tensor | None  # TorchRL's: stamps loaded while there is no storage
+    _origin: dict[str, int]  # where the stamps being loaded come from; empty for TorchRL's checkpoints
     # TorchRL's counters; guarded by the storage's lock
     _cursor: int
     _write_count: int
@@ -33,6 +39,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
                 f"{type(self).__name__} always tracks generations, got track_generations=False. Use TorchRL's "
                 f"{type(self).__name__.removeprefix('Generational')} where none are wanted."
             )
+        self._origin = {}
         super().__init__(compilable=bool(compilable), track_generations=True)
 
     def register_storage(self, storage: Storage) -> None:
@@ -42,10 +49,57 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
             TypeError: if the storage cannot carry generations.
         """
         generations = generations_on(storage, user=type(self).__name__)
-        pending = self._pending_generation
+        pending, origin = self._pending_generation, self._origin
         super().register_storage(storage)
         if pending is not None and bool((generations.values == NEVER_WRITTEN).all()):
-            self._generation = pending
+            generations.restore(pending, **origin)
+        self._origin = {}
+
+    @property
+    def _generation(self) -> torch.Tensor | None:
+        """The stamps as TorchRL's writers know them; those loaded while there is no storage wait here."""
+        if self._storage is None:
+            return self._pending_generation
+        stamps: torch.Tensor = self._storage._slot_generations
+        return stamps
+
+    @_generation.setter
+    def _generation(self, values: torch.Tensor) -> None:
+        if self._storage is None:
+            self._pending_generation = values
+        else:
+            self._storage.slot_generations.restore(values, **self._origin)
+
+    def state_dict(self) -> dict[str, Any]:
+        """TorchRL's state, and where its stamps come from. Numbers and tensors only."""
+        state: dict[str, Any] = super().state_dict()
+        state.update({_ORIGIN + key: value for key, value in self._origin_now().items()})
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over cursor, count and stamps; see :meth:`SlotGenerations.restore`."""
+        self._origin = _origin_in(state_dict)
+        super().load_state_dict(state_dict)
+        if self._storage is not None:
+            self._origin = {}
+
+    def dumps(self, path: Any) -> None:
+        """Saves the state in TorchRL's layout, and where its stamps come from beside it."""
+        super().dumps(path)
+        metadata = Path(path) / "metadata.json"
+        origin = {_ORIGIN + key: value for key, value in self._origin_now().items()}
+        metadata.write_text(json.dumps(json.loads(metadata.read_text()) | origin))
+
+    def loads(self, path: Any) -> None:
+        """Takes over what :meth:`dumps` saved, or TorchRL's."""
+        self._origin = _origin_in(json.loads((Path(path) / "metadata.json").read_text()))
+        super().loads(path)
+        if self._storage is not None:
+            self._origin = {}
+
+    def _origin_now(self) -> dict[str, int]:
+        origin: dict[str, int] = self._origin if self._storage is None else self._storage.slot_generations.origin()
+        return origin
 
     def _bump_generation(self, index: Any, data: Any) -> None:
         """Nothing left to do: the storage stamped the slots before their data changed."""
@@ -145,6 +199,10 @@ class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDict
         _withdraw_handles(data)
         result: int | torch.Tensor = super().write_at(index, data)
         return result
+
+
+def _origin_in(state: dict[str, Any]) -> dict[str, int]:
+    return {key: int(state[_ORIGIN + key]) for key in ("lineage", "incarnation") if _ORIGIN + key in state}
 
 
 def _withdraw_handles(data: Any) -> None:
