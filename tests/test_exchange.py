@@ -131,11 +131,29 @@ def test_an_exchange_that_torchrl_refuses_changes_nothing():
     rb.shutdown()
 
 
-def test_a_stock_sampler_that_cannot_grow_with_several_dimensions_is_refused():
-    with pytest.raises(TypeError, match="PrioritizedSampler does not grow with it. Use GenerationalPrioritizedSampler"):
-        g.GenerationalReplayBuffer(
-            storage=g.GenerationalLazyTensorStorage(16, ndim=2), sampler=PrioritizedSampler(16, 1.0, 1.0)
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # TorchRL's sampler, on coordinates
+@pytest.mark.parametrize("road", ["extend", "add"])
+def test_a_first_write_that_would_outgrow_a_stock_sampler_is_refused(road):
+    """C10: the storage rounds its capacity up to whole rows, and the trees do not check bounds."""
+
+    def grid(capacity):
+        return g.GenerationalTensorDictReplayBuffer(
+            storage=g.GenerationalLazyTensorStorage(capacity, ndim=2),
+            sampler=PrioritizedSampler(capacity, 1.0, 1.0),
+            batch_size=4,
         )
+
+    rb = grid(16)
+    data = TensorDict({"x": torch.zeros(5, 4)}, [5, 4])  # rows of five cells
+    with pytest.raises(
+        ValueError, match="Rows of 5 cells round the storage's capacity of 16 up to 20, and Prioritized"
+    ):
+        rb.extend(data) if road == "extend" else rb.add(data[:, 0])
+    assert not rb.storage.initialized
+    assert rb.write_count == 0
+    rb = grid(20)
+    rb.extend(data) if road == "extend" else rb.add(data[:, 0])
+    assert len(rb) == (20 if road == "extend" else 5)
 
 
 # ------------------------------------------------------------------ first use

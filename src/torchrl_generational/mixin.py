@@ -1,9 +1,8 @@
-"""The mixin that stands in front of a TorchRL buffer: its parts, its lock, and the handles of its samples."""
+"""The mixin that stands in front of a TorchRL buffer: its lock, the handles of its samples, and its writes."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
 from typing import Any
@@ -11,24 +10,20 @@ from typing import Any
 import torch
 from tensordict import is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
+from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers import (
     PrioritizedReplayBuffer,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
-from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.utils import pin_memory_output
-from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 
 from torchrl_generational.carrier import follow
 from torchrl_generational.conditional import ConditionalUpdates
-from torchrl_generational.generations import GENERATION_KEY, SlotGenerations, SupportsGenerations, generations_on
+from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.indexing import rows_of, rows_written
-from torchrl_generational.samplers import GenerationalPrioritizedSampler, check_capacity
-from torchrl_generational.storages import GenerationalLazyTensorStorage
-from torchrl_generational.writers import GenerationalRoundRobinWriter, GenerationalWriterMixin
+from torchrl_generational.parts import BufferParts
 
 __all__ = ["GenerationalReplayBufferMixin"]
 
@@ -41,7 +36,7 @@ _PLAIN_BUFFERS = (
 )
 
 
-class GenerationalReplayBufferMixin(ConditionalUpdates):
+class GenerationalReplayBufferMixin(BufferParts, ConditionalUpdates):
     """Adds generations and conditional priority updates to a TorchRL buffer class; stands in front of it.
 
     The storage defaults to :class:`GenerationalLazyTensorStorage` of 1000 records and the writer to the round-robin
@@ -67,19 +62,6 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
         True
     """
 
-    # TorchRL's; the last three guarded by the storage's lock
-    _init_storage: Any
-    _init_sampler: Any
-    _storage: Any
-    _sampler: Any
-    _consume_after_n_samples: Any
-    _initializing: int | None = None  # the thread that puts the parts in place
-    _default_writer: type[Writer] = GenerationalRoundRobinWriter
-
-    def __init__(self, *, writer: Any = None, **kwargs: Any) -> None:
-        self._wanted_writer = writer
-        super().__init__(**kwargs)
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         behind = cls.__mro__[cls.__mro__.index(GenerationalReplayBufferMixin) + 1 :]
@@ -89,80 +71,6 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
                     f"{cls.__name__}: the mixin replaces _sample, and {base.__name__} has one of its own that would be "
                     "skipped. Put what it does into a sampler, a transform or a class in front of the mixin."
                 )
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the parts are in place. False to other threads while one is putting them there."""
-        return self._initialized and self._initializing in (None, threading.get_ident())
-
-    def _ready(self) -> None:
-        """Initialises a buffer with ``delayed_init``."""
-        if not self.initialized:
-            self._init()
-
-    def _init(self) -> None:
-        with self.__dict__["_replay_lock"]:  # the buffer's own: it has no storage yet
-            if self._initialized:
-                return
-            self._initializing = threading.get_ident()
-            try:
-                self._make_parts()
-                super()._init()
-            finally:
-                self._initializing = None
-            if self.shared:
-                self._storage.lock.share()
-
-    def _make_parts(self) -> None:
-        """Makes and checks the parts before TorchRL ties them together, so that a refusal leaves nothing attached."""
-        storage: Any = self._maybe_make_storage(self._init_storage, compilable=self._init_compilable)
-        sampler: Any = self._maybe_make_sampler(self._init_sampler)
-        writer = self._make_writer()
-        self._check_parts(storage, sampler, writer)
-        self._init_storage, self._init_sampler, self._wanted_writer = storage, sampler, writer
-
-    def _maybe_make_storage(self, storage: Any, compilable: bool | None) -> Storage:
-        if storage is None:
-            return GenerationalLazyTensorStorage(1_000, compilable=bool(compilable))
-        return super()._maybe_make_storage(storage, compilable=compilable)
-
-    def _make_writer(self) -> Writer:
-        if self._wanted_writer is None:
-            return self._default_writer(compilable=bool(self._init_compilable))
-        return super()._maybe_make_writer(self._wanted_writer)
-
-    def _maybe_make_writer(self, writer: Any) -> Writer:
-        """The writer wanted here, whichever default the class behind passes on."""
-        made: Writer
-        made, self._wanted_writer = self._wanted_writer, None
-        return made
-
-    def _check_parts(self, storage: Any, sampler: Any, writer: Any) -> None:
-        """Refuses parts that cannot keep the promise, before anything is changed."""
-        user = type(self).__name__
-        generations_on(storage, user=user)
-        complete: bool = isinstance(storage, SupportsGenerations)
-        if not complete:
-            raise TypeError(
-                f"{type(storage).__name__} says that it supports generations but lacks a part of SupportsGenerations: "
-                "it needs slot_generations, generations and lock. See the documentation of that protocol."
-            )
-        plain = isinstance(writer, RoundRobinWriter) and not isinstance(writer, GenerationalWriterMixin)
-        if plain or not getattr(writer, "tracks_generations", False):
-            raise TypeError(
-                f"{user} needs a writer that tracks generations, got {type(writer).__name__}. Use "
-                "GenerationalRoundRobinWriter or GenerationalTensorDictRoundRobinWriter."
-            )
-        for candidate in (sampler, self.__dict__.get("_prioritized_sampler")):
-            if isinstance(candidate, GenerationalPrioritizedSampler):
-                candidate.fit(storage)
-            elif isinstance(candidate, PrioritizedSampler) and storage.ndim > 1 and len(storage) == 0:
-                raise TypeError(
-                    f"A storage of {storage.ndim} dimensions may round its capacity up to whole rows at its first "
-                    f"write, and {type(candidate).__name__} does not grow with it. Use GenerationalPrioritizedSampler."
-                )
-            if isinstance(candidate, PrioritizedSampler):
-                check_capacity(candidate, storage)
 
     # ---------------------------------------------------------------- locks
 
@@ -248,6 +156,20 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
 
     # ---------------------------------------------------------------- writing
 
+    def _add(self, data: Any) -> Any:
+        with self._exclusive():
+            self._check_rounding(_batch_shape(data)[: self._storage.ndim - 1])
+            return super()._add(data)
+
+    def _extend(self, data: Any, *, update_priority: bool = True) -> torch.Tensor:
+        with self._exclusive():
+            shape = list(_batch_shape(data)[: self._storage.ndim])
+            if len(shape) > self.dim_extend:
+                del shape[self.dim_extend]
+            self._check_rounding(shape)
+            index: torch.Tensor = super()._extend(data, update_priority=update_priority)
+        return index
+
     def __setitem__(self, index: Any, value: Any) -> None:
         """Puts new records into slots: their stamps advance, and they get the sampler's default priority."""
         self._ready()
@@ -318,73 +240,6 @@ class GenerationalReplayBufferMixin(ConditionalUpdates):
         self._prefetch_queue.clear()
         self._sample_dependency = None
 
-    # ---------------------------------------------------------------- exchange of parts
-
-    def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
-        """Replaces the storage and returns the previous one. Every handle of either is stale, prefetched batches too.
-
-        A storage that other buffers write to keeps their lock, which this buffer joins: no other thread may be inside
-        this buffer then. Any other storage takes over the lock that this buffer has.
-
-        Raises:
-            TypeError: if it cannot carry generations.
-            ValueError: if it is larger than the sampler.
-        """
-        self._ready()
-        with self._futures_lock:
-            self._drop_prefetched()
-            with self._exclusive():
-                self._check_parts(storage, self._sampler, self._writer)
-                previous: Storage = self._storage
-                if not storage._attached_entities:
-                    storage.lock = previous.lock  # threads that wait for it now find the new storage behind it
-                with storage.lock:
-                    try:
-                        super().set_storage(storage, collate_fn)
-                    except BaseException:
-                        self._storage = previous
-                        raise
-                    # a handle of the previous storage must not name a record of this one
-                    reached = int(storage._len_along_dim0 or 0)
-                    storage.slot_generations.replaced(reached, after=previous.slot_generations.incarnation)
-                    if self in previous._attached_entities:
-                        previous._attached_entities.remove(self)
-                    storage.attach(self)
-                    self._writer.register_storage(storage)
-                    if self.shared:
-                        storage.lock.share()
-        return previous
-
-    def set_writer(self, writer: Writer) -> Writer:
-        """Replaces the writer and returns the previous one.
-
-        Raises:
-            TypeError: if it does not track generations.
-        """
-        self._ready()
-        with self._exclusive():
-            self._check_parts(self._storage, self._sampler, writer)
-            previous: Writer = super().set_writer(writer)
-        return previous
-
-    def set_sampler(self, sampler: Sampler) -> Sampler:
-        """Replaces the sampler and returns the previous one.
-
-        Raises:
-            ValueError: if it has priorities and is smaller than the storage.
-        """
-        self._ready()
-        with self._exclusive():
-            self._check_parts(self._storage, sampler, self._writer)
-            previous, consumed = self._sampler, self._consume_after_n_samples
-            try:
-                super().set_sampler(sampler)
-            except BaseException:
-                self._sampler, self._consume_after_n_samples = previous, consumed
-                raise
-        exchanged: Sampler = previous
-        return exchanged
-
 
 def _on_device_of(index: Any, storage: Any) -> Any:
     """A sampler's index where the storage can use it."""
@@ -394,3 +249,10 @@ def _on_device_of(index: Any, storage: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in index)
     return index.to(device) if isinstance(index, torch.Tensor) else index
+
+
+def _batch_shape(data: Any) -> tuple[int, ...]:
+    """The leading dimensions of data about to be written, as far as a storage looks at them."""
+    for leaf in [data] if hasattr(data, "shape") else tree_leaves(data):
+        return tuple(getattr(leaf, "shape", ()))
+    return ()

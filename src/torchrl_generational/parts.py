@@ -1,0 +1,192 @@
+"""The parts of a buffer: made and checked before they are tied together, and exchanged in one section."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchrl.data.replay_buffers import ReplayBuffer
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
+from torchrl.data.replay_buffers.storages import Storage
+from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
+
+from torchrl_generational.generations import SupportsGenerations, generations_on
+from torchrl_generational.samplers import GenerationalPrioritizedSampler, check_capacity
+from torchrl_generational.storages import GenerationalLazyTensorStorage
+from torchrl_generational.writers import GenerationalRoundRobinWriter, GenerationalWriterMixin
+
+__all__ = ["BufferParts"]
+
+# A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
+_Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
+
+
+class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
+    """Storage, sampler and writer of :class:`GenerationalReplayBufferMixin`, which supplies the lock."""
+
+    # TorchRL's; the last three guarded by the storage's lock
+    _init_storage: Any
+    _init_sampler: Any
+    _storage: Any
+    _sampler: Any
+    _consume_after_n_samples: Any
+    _initializing: int | None = None  # the thread that puts the parts in place
+    _default_writer: type[Writer] = GenerationalRoundRobinWriter
+
+    def __init__(self, *, writer: Any = None, **kwargs: Any) -> None:
+        self._wanted_writer = writer
+        super().__init__(**kwargs)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the parts are in place. False to other threads while one is putting them there."""
+        return self._initialized and self._initializing in (None, threading.get_ident())
+
+    def _ready(self) -> None:
+        """Initialises a buffer with ``delayed_init``."""
+        if not self.initialized:
+            self._init()
+
+    def _init(self) -> None:
+        with self.__dict__["_replay_lock"]:  # the buffer's own: it has no storage yet
+            if self._initialized:
+                return
+            self._initializing = threading.get_ident()
+            try:
+                self._make_parts()
+                super()._init()
+            finally:
+                self._initializing = None
+            if self.shared:
+                self._storage.lock.share()
+
+    def _make_parts(self) -> None:
+        """Makes and checks the parts before TorchRL ties them together, so that a refusal leaves nothing attached."""
+        storage: Any = self._maybe_make_storage(self._init_storage, compilable=self._init_compilable)
+        sampler: Any = self._maybe_make_sampler(self._init_sampler)
+        writer = self._make_writer()
+        self._check_parts(storage, sampler, writer)
+        self._init_storage, self._init_sampler, self._wanted_writer = storage, sampler, writer
+
+    def _maybe_make_storage(self, storage: Any, compilable: bool | None) -> Storage:
+        if storage is None:
+            return GenerationalLazyTensorStorage(1_000, compilable=bool(compilable))
+        return super()._maybe_make_storage(storage, compilable=compilable)
+
+    def _make_writer(self) -> Writer:
+        if self._wanted_writer is None:
+            return self._default_writer(compilable=bool(self._init_compilable))
+        return super()._maybe_make_writer(self._wanted_writer)
+
+    def _maybe_make_writer(self, writer: Any) -> Writer:
+        """The writer wanted here, whichever default the class behind passes on."""
+        made: Writer
+        made, self._wanted_writer = self._wanted_writer, None
+        return made
+
+    def _check_parts(self, storage: Any, sampler: Any, writer: Any) -> None:
+        """Refuses parts that cannot keep the promise, before anything is changed."""
+        user = type(self).__name__
+        generations_on(storage, user=user)
+        complete: bool = isinstance(storage, SupportsGenerations)
+        if not complete:
+            raise TypeError(
+                f"{type(storage).__name__} says that it supports generations but lacks a part of SupportsGenerations: "
+                "it needs slot_generations, generations and lock. See the documentation of that protocol."
+            )
+        plain = isinstance(writer, RoundRobinWriter) and not isinstance(writer, GenerationalWriterMixin)
+        if plain or not getattr(writer, "tracks_generations", False):
+            raise TypeError(
+                f"{user} needs a writer that tracks generations, got {type(writer).__name__}. Use "
+                "GenerationalRoundRobinWriter or GenerationalTensorDictRoundRobinWriter."
+            )
+        for candidate in (sampler, self.__dict__.get("_prioritized_sampler")):
+            if isinstance(candidate, GenerationalPrioritizedSampler):
+                candidate.fit(storage)
+            if isinstance(candidate, PrioritizedSampler):
+                check_capacity(candidate, storage)
+
+    def _check_rounding(self, inner: Sequence[int]) -> None:
+        """Refuses a first write that would round the capacity up to whole rows beyond a sampler that cannot grow."""
+        storage = self._storage
+        if storage.ndim == 1 or getattr(storage, "initialized", True):
+            return
+        row = math.prod(inner)
+        cells = -(-storage.max_size // row) * row
+        for sampler in (self._sampler, self.__dict__.get("_prioritized_sampler")):
+            grows = isinstance(sampler, GenerationalPrioritizedSampler)
+            if isinstance(sampler, PrioritizedSampler) and not grows and cells > sampler._max_capacity:
+                raise ValueError(
+                    f"Rows of {row} cells round the storage's capacity of {storage.max_size} up to {cells}, and "
+                    f"{type(sampler).__name__} has max_capacity={sampler._max_capacity} and does not grow. Use "
+                    f"GenerationalPrioritizedSampler, or a capacity that is a multiple of {row}."
+                )
+
+    # ---------------------------------------------------------------- exchange of parts
+
+    def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
+        """Replaces the storage and returns the previous one. Every handle of either is stale, prefetched batches too.
+
+        A storage that other buffers write to keeps their lock, which this buffer joins: no other thread may be inside
+        this buffer then. Any other storage takes over the lock that this buffer has.
+
+        Raises:
+            TypeError: if it cannot carry generations.
+            ValueError: if it is larger than the sampler.
+        """
+        self._ready()
+        with self._futures_lock:
+            self._drop_prefetched()
+            with self._exclusive():
+                self._check_parts(storage, self._sampler, self._writer)
+                previous: Storage = self._storage
+                if not storage._attached_entities:
+                    storage.lock = previous.lock  # threads that wait for it now find the new storage behind it
+                with storage.lock:
+                    try:
+                        super().set_storage(storage, collate_fn)
+                    except BaseException:
+                        self._storage = previous
+                        raise
+                    # a handle of the previous storage must not name a record of this one
+                    reached = int(storage._len_along_dim0 or 0)
+                    storage.slot_generations.replaced(reached, after=previous.slot_generations.incarnation)
+                    if self in previous._attached_entities:
+                        previous._attached_entities.remove(self)
+                    storage.attach(self)
+                    self._writer.register_storage(storage)
+                    if self.shared:
+                        storage.lock.share()
+        return previous
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Replaces the writer and returns the previous one.
+
+        Raises:
+            TypeError: if it does not track generations.
+        """
+        self._ready()
+        with self._exclusive():
+            self._check_parts(self._storage, self._sampler, writer)
+            previous: Writer = super().set_writer(writer)
+        return previous
+
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Replaces the sampler and returns the previous one.
+
+        Raises:
+            ValueError: if it has priorities and is smaller than the storage.
+        """
+        self._ready()
+        with self._exclusive():
+            self._check_parts(self._storage, sampler, self._writer)
+            previous, consumed = self._sampler, self._consume_after_n_samples
+            try:
+                super().set_sampler(sampler)
+            except BaseException:
+                self._sampler, self._consume_after_n_samples = previous, consumed
+                raise
+        exchanged: Sampler = previous
+        return exchanged
