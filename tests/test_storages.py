@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import records
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
+from torchrl.data import TensorStorage
 
 import torchrl_generational as g
 
@@ -77,6 +78,24 @@ def test_a_write_longer_than_the_ring_leaves_the_last_record_in_every_slot(make,
     assert x.tolist() == [16, 17, 18, 19, 12, 13, 14, 15]
     assert storage.generations.tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
     assert len(storage) == 8
+
+
+def test_torch_never_gets_to_choose_between_records_for_one_row(monkeypatch):
+    """Which of several writes to one row stays is up to its threads: with millions of rows it is not the last."""
+    written = []
+    original = TensorStorage.set
+
+    def recording(self, cursor, data, *, set_cursor=True):
+        written.append(torch.as_tensor(cursor))
+        original(self, cursor, data, set_cursor=set_cursor)
+
+    monkeypatch.setattr(TensorStorage, "set", recording)
+    storage = g.GenerationalTensorStorage(torch.zeros(8))
+    for cursor in (torch.arange(20) % 8, torch.arange(5, 25) % 8, torch.tensor([3, 1, 3]), torch.arange(6, 10) % 8):
+        storage.set(cursor, torch.arange(float(len(cursor))))
+        last = {row: position for position, row in enumerate(cursor.tolist())}
+        assert all(storage._storage[row] == position for row, position in last.items())
+    assert all(cursor.unique().numel() == cursor.numel() for cursor in written)
 
 
 def test_explicit_rows_named_twice_keep_the_last_record():
