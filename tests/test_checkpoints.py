@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 
 import pytest
 import torch
-from support import leaves, prioritized, records
+from support import buffer_state, leaves, plain_prioritized, prioritized, records, sampler_state
 from tensordict import TensorDict
 from torchrl.data import (
     LazyMemmapStorage,
@@ -235,19 +236,169 @@ def test_checkpoints_of_stock_buffers_load(how, tracked, fresh, tmp_path):
     assert rb.update_tensordict_priority_if_present(sample).num_stale == 0
 
 
-@pytest.mark.parametrize("how", ["state_dict", "dumps"])
-def test_our_checkpoints_load_in_stock(how, tmp_path):
-    rb = prioritized(8)
-    rb.extend(records(11, td_error=torch.arange(1.0, 12.0)))
-    stock = TensorDictReplayBuffer(
+def stock_buffer():
+    return TensorDictReplayBuffer(
         storage=LazyTensorStorage(8),
         sampler=PrioritizedSampler(8, 1.0, 1.0),
         writer=TensorDictRoundRobinWriter(track_generations=True),
         batch_size=8,
     )
-    transfer(rb, stock, how, tmp_path)
+
+
+def test_our_checkpoints_load_in_stock(tmp_path):
+    rb, stock = prioritized(8), stock_buffer()
+    rb.extend(records(11, td_error=torch.arange(1.0, 12.0)))
+    transfer(rb, stock, "dumps", tmp_path)
     assert stock[:]["x"].tolist() == rb[:]["x"].tolist()
     assert stock.writer.generations_of(torch.arange(8)).tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert torch.equal(leaves(stock), leaves(rb))
+
+
+def test_records_and_stamps_of_our_state_dicts_load_in_stock():
+    """Not the priorities: stock knows only pickled trees, which no safe load reads."""
+    rb, stock = prioritized(8), stock_buffer()
+    rb.extend(records(11))
+    state = rb.state_dict()
+    stock.storage.load_state_dict(state["_storage"])
+    stock.writer.load_state_dict(state["_writer"])
+    assert stock[:]["x"].tolist() == rb[:]["x"].tolist()
+    assert stock.writer.generations_of(torch.arange(8)).tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    with pytest.raises(KeyError, match="_sum_tree"):
+        stock.sampler.load_state_dict(state["_sampler"])
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_state_dict_is_read_by_a_safe_load(ndim, dtype):
+    """C14: tensors and numbers only."""
+
+    def make():
+        return g.GenerationalTensorDictReplayBuffer(
+            storage=g.GenerationalLazyTensorStorage(10, ndim=ndim),
+            sampler=g.GenerationalPrioritizedSampler(10, 0.7, 0.5, dtype=dtype),
+            batch_size=8,
+        )
+
+    rb, target = make(), make()
+    shape = (7,) if ndim == 1 else (3, 4)
+    rb.extend(TensorDict({"x": torch.rand(shape), "td_error": torch.rand(shape)}, shape))
+    stream = io.BytesIO()
+    torch.save(rb.state_dict(), stream)
+    stream.seek(0)
+    target.load_state_dict(torch.load(stream, weights_only=True))
+    assert sampler_state(target) == sampler_state(rb)
+    sample = rb.sample().set("td_error", torch.ones(8))
+    assert target.update_tensordict_priority_if_present(sample).num_stale == 0
+
+
+@pytest.mark.parametrize("how", ["state_dict", "dumps"])
+@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_the_sampler_is_bit_for_bit_the_same_after_a_round_trip(how, within, alpha, tmp_path):
+    """C15: also right after the record with the largest priority was overwritten."""
+    rb, target = (plain_prioritized(8, alpha=alpha, max_priority_within_buffer=within) for _ in range(2))
+    rb.extend(torch.arange(8))
+    rb.update_priority(torch.tensor([2]), torch.tensor([9.0]))
+    rb.extend(torch.arange(3))
+    target.extend(torch.arange(8))
+    transfer(rb, target, how, tmp_path)
+    assert sampler_state(target) == sampler_state(rb)
+
+
+def test_the_state_of_a_sampler_that_was_never_used_round_trips(tmp_path):
+    source, target = (g.GenerationalPrioritizedSampler(8, 0.7, 0.5) for _ in range(2))
+    target.update_priority(torch.arange(8), 5.0)
+    source.dumps(tmp_path / "sampler")
+    target.loads(tmp_path / "sampler")
+    assert target._max_priority == (None, None)
+    assert target._sum_tree.query(0, 8) == 0
+    assert target._min_tree.query(0, 8) == source._min_tree.query(0, 8)
+
+
+def test_a_sampler_of_one_slot_round_trips():
+    source, target = (g.GenerationalPrioritizedSampler(1, 1.0, 1.0) for _ in range(2))
+    source.update_priority([0], 5.0)
+    target.load_state_dict(source.state_dict())
+    assert target._sum_tree[0] == source._sum_tree[0]
+
+
+# ------------------------------------------------------------------ what does not fit
+
+
+def misfits():
+    """Name -> (a checkpoint's buffer, what the error says)."""
+    other_shape = prioritized(8)
+    other_shape.extend(TensorDict({"x": torch.zeros(8, 3, dtype=torch.int64)}, [8]))
+    small, large = prioritized(4), prioritized(64)
+    small.extend(records(3))
+    large.extend(records(20))
+    return {"smaller": small, "larger": large, "another shape": other_shape}
+
+
+@pytest.mark.parametrize("how", ["state_dict", "dumps"])
+@pytest.mark.parametrize(
+    ("kind", "fresh"),
+    [("smaller", True), ("smaller", False), ("larger", True), ("larger", False), ("another shape", False)],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_replaced(how, kind, fresh, tmp_path):
+    """C11: stock takes a smaller one, and its tree shrinks."""
+    source, rb = misfits()[kind], prioritized(8)
+    line = Timeline()
+    line.rb = rb
+    if not fresh:
+        line.write(11)
+        line.take()
+    before = buffer_state(rb)
+    with pytest.raises(ValueError, match="Load it into a buffer"):
+        transfer(source, rb, how, tmp_path)
+    assert buffer_state(rb) == before
+    if not fresh:
+        line.check()
+
+
+@pytest.mark.parametrize("part", ["buffer_metadata.json", "writer/metadata.json", "storage/storage_metadata.json"])
+def test_a_directory_that_lacks_a_part_is_refused_before_anything_is_replaced(part, tmp_path):
+    source, rb = prioritized(8), prioritized(8)
+    source.extend(records(8))
+    source.dumps(tmp_path)
+    (tmp_path / part).unlink()
+    rb.extend(records(5, 100))
+    before = buffer_state(rb)
+    with pytest.raises(FileNotFoundError, match=f"not a complete checkpoint of a buffer: {part} is missing"):
+        rb.loads(tmp_path)
+    assert buffer_state(rb) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("_alpha", -1.0, "alpha, beta and eps"),
+        ("_beta", float("nan"), "alpha, beta and eps"),
+        ("_sum_leaves", torch.full((8,), float("nan")), "it is damaged"),
+        ("_sum_leaves", torch.full((8,), -1.0), "it is damaged"),
+        ("_sum_leaves", torch.ones(9), "priorities of 9 slots but this sampler has max_capacity=8"),
+    ],
+)
+def test_a_damaged_sampler_state_is_refused_before_anything_is_replaced(key, value, message):
+    rb = prioritized(8)
+    rb.extend(records(8))
+    state = rb.state_dict()
+    rb.extend(records(3, 100))
+    before = buffer_state(rb)
+    state["_sampler"][key] = value
+    with pytest.raises(ValueError, match=message):
+        rb.load_state_dict(state)
+    assert buffer_state(rb) == before
+
+
+def test_loading_waits_for_prefetched_work():
+    rb = prioritized(8, prefetch=3)
+    rb.extend(records(8))
+    for _ in range(20):
+        rb.sample()
+        state = rb.state_dict()
+        rb.load_state_dict(state)
+    rb.shutdown()
 
 
 def test_a_memmap_storage_checkpoints_where_it_lies(tmp_path):

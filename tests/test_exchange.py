@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 
 import pytest
@@ -366,3 +367,32 @@ def test_a_learner_that_catches_up_by_count_leaves_out_slots_that_were_emptied()
     rb.empty(empty_write_count=False)
     rb.extend(records(2))
     assert set(rb.sample()["index"].tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("renewed", ["as built", "set_sampler", "set_storage", "unpickled"])
+def test_annealing_alpha_holds_the_lock_of_the_storage(renewed, actors):
+    rb = filled()
+    if renewed == "set_sampler":
+        rb.set_sampler(g.GenerationalPrioritizedSampler(8, 1.0, 1.0))
+    elif renewed == "set_storage":
+        new = g.GenerationalLazyTensorStorage(8)
+        prioritized(8, storage=new)
+        rb.set_storage(new)
+    elif renewed == "unpickled":
+        rb = pickle.loads(pickle.dumps(rb))
+    with rb.storage.lock:
+        blocked = announce_blocked(rb.storage.lock, "scheduler")
+        annealing = actors.start("scheduler", lambda: setattr(rb.sampler, "alpha", 0.5))
+        until_blocked_or_done(blocked, annealing)
+        assert rb.sampler.alpha == 1.0
+    annealing.result(TIMEOUT)
+    assert rb.sampler.alpha == 0.5
+
+
+def test_annealing_alpha_rewrites_the_leaves():
+    rb = filled()
+    rb.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
+    rb.sampler.alpha = 0.5
+    assert torch.allclose(leaves(rb), torch.arange(1.0, 9.0).sqrt())
+    with pytest.raises(ValueError, match="alpha must be greater or equal than 0"):
+        rb.sampler.alpha = -1.0

@@ -12,7 +12,8 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl_generational.indexing import as_int64, normalise_handles
 from torchrl_generational.priorities import as_priority, check_leaf, match_shape
 from torchrl_generational.result import UpdateResult
-from torchrl_generational.samplers import has_own_update, store_priorities, tree_dtype
+from torchrl_generational.samplers import has_own_update, store_priorities
+from torchrl_generational.trees import tree_dtype
 
 __all__ = ["ConditionalUpdates"]
 

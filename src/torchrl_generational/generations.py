@@ -175,6 +175,22 @@ class SlotGenerations:
         """What :meth:`restore` needs besides the stamps to know where they come from."""
         return {"lineage": self.lineage, "incarnation": self.incarnation}
 
+    def check(self, values: torch.Tensor) -> None:
+        """Refuses saved stamps that do not fit; see :meth:`restore`.
+
+        Raises:
+            ValueError: if ``values`` is not a 1-D int64 tensor or has more rows than this object.
+        """
+        if values.dtype != torch.int64 or values.ndim != 1:
+            raise ValueError(
+                f"Saved generations must be a 1-D int64 tensor, got {values.dtype} of shape {tuple(values.shape)}."
+            )
+        if values.shape[0] > self.num_rows:
+            raise ValueError(
+                f"Saved generations cover {values.shape[0]} slots but this storage has {self.num_rows}. Load the "
+                "checkpoint into a storage of the capacity that it was saved from."
+            )
+
     def restore(self, values: torch.Tensor, *, lineage: int | None = None, incarnation: int = 0) -> None:
         """Takes over the stamps of a checkpoint whose records are in place; rows beyond them become never written.
 
@@ -191,15 +207,7 @@ class SlotGenerations:
         Raises:
             ValueError: if ``values`` is not a 1-D int64 tensor or has more rows than this object; nothing has changed.
         """
-        if values.dtype != torch.int64 or values.ndim != 1:
-            raise ValueError(
-                f"Saved generations must be a 1-D int64 tensor, got {values.dtype} of shape {tuple(values.shape)}."
-            )
-        if values.shape[0] > self.num_rows:
-            raise ValueError(
-                f"Saved generations cover {values.shape[0]} slots but this storage has {self.num_rows}. Load the "
-                "checkpoint into a storage of the capacity that it was saved from."
-            )
+        self.check(values)
         foreign = self.lineage != lineage and self._issued()
         latest = max(int(values.max()) >> COUNT_BITS, incarnation) if values.numel() else incarnation
         self.begin_incarnation(after=latest)

@@ -20,6 +20,7 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.utils import pin_memory_output
 
 from torchrl_generational.carrier import follow
+from torchrl_generational.checkpoints import CheckedCheckpoints
 from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.indexing import rows_of, rows_written
@@ -36,7 +37,7 @@ _PLAIN_BUFFERS = (
 )
 
 
-class GenerationalReplayBufferMixin(BufferParts, ConditionalUpdates):
+class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, ConditionalUpdates):
     """Adds generations and conditional priority updates to a TorchRL buffer class; stands in front of it.
 
     The storage defaults to :class:`GenerationalLazyTensorStorage` of 1000 records and the writer to the round-robin
@@ -94,6 +95,11 @@ class GenerationalReplayBufferMixin(BufferParts, ConditionalUpdates):
         if shared and storage is not None:
             storage.lock.share()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._initialized:
+            self._lend_lock()
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:

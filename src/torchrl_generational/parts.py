@@ -59,8 +59,15 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 super()._init()
             finally:
                 self._initializing = None
+            self._lend_lock()
             if self.shared:
                 self._storage.lock.share()
+
+    def _lend_lock(self) -> None:
+        """Lets the samplers hold the storage's lock where they change their trees on their own (annealing)."""
+        for sampler in (self._sampler, self.__dict__.get("_prioritized_sampler")):
+            if isinstance(sampler, GenerationalPrioritizedSampler):
+                sampler.lock = self._storage.lock
 
     def _make_parts(self) -> None:
         """Makes and checks the parts before TorchRL ties them together, so that a refusal leaves nothing attached."""
@@ -157,6 +164,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                         previous._attached_entities.remove(self)
                     storage.attach(self)
                     self._writer.register_storage(storage)
+                    self._lend_lock()
                     if self.shared:
                         storage.lock.share()
         return previous
@@ -188,5 +196,6 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             except BaseException:
                 self._sampler, self._consume_after_n_samples = previous, consumed
                 raise
+            self._lend_lock()
         exchanged: Sampler = previous
         return exchanged

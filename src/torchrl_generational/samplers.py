@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,13 +13,9 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_generational.generations import GENERATION_KEY, generations_on
 from torchrl_generational.indexing import as_int64, cells_of, keep_last, rows_of
 from torchrl_generational.priorities import as_priority, check_leaf
+from torchrl_generational.trees import TreeState, read_leaves, tree_dtype
 
 __all__ = ["GenerationalPrioritizedSampler", "check_capacity", "store_priorities"]
-
-
-def tree_dtype(sampler: PrioritizedSampler) -> torch.dtype:
-    """The dtype of a sampler's trees (TorchRL also accepts tensor types in its place)."""
-    return torch.float64 if sampler.dtype in (torch.float64, torch.DoubleTensor) else torch.float32
 
 
 def check_capacity(sampler: PrioritizedSampler, storage: Any) -> None:
@@ -98,6 +96,9 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         >>> info["index_generation"]
         tensor([0, 0, 0, 0])
     """
+
+    #: The lock of the storage that a buffer uses this sampler on; set by the buffer.
+    lock: Any = contextlib.nullcontext()
 
     @classmethod
     def like(cls, sampler: PrioritizedSampler) -> GenerationalPrioritizedSampler:
@@ -234,6 +235,50 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
                 )
         return cells
 
+    @property
+    def alpha(self) -> float:
+        """The priority exponent. Setting it rewrites all leaves, under the lock of the storage. O(capacity)."""
+        alpha: float = self._alpha
+        return alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        with self.lock:
+            PrioritizedSampler.alpha.fset(self, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state["lock"] = contextlib.nullcontext()  # a buffer puts its own here
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Priorities and exponents, as tensors and numbers only: ``torch.load(..., weights_only=True)`` reads them."""
+        return TreeState.of(self).state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over :meth:`state_dict`, or the state of a TorchRL sampler.
+
+        Raises:
+            ValueError: if it does not fit; nothing has changed then.
+        """
+        state = TreeState.from_state_dict(state_dict)
+        state.check(self)
+        state.restore(self)
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves priorities and exponents in TorchRL's layout. O(capacity), without a loop over slots."""
+        TreeState.of(self).dumps(Path(path))
+
+    def loads(self, path: str | Path) -> None:
+        """Takes over what :meth:`dumps`, or a TorchRL sampler, saved.
+
+        Raises:
+            ValueError: if it does not fit; nothing has changed then.
+        """
+        state = TreeState.from_path(Path(path))
+        state.check(self)
+        state.restore(self)
+
     def fit(self, storage: Storage) -> None:
         """Makes room where a storage of several dimensions rounded its capacity up to whole rows.
 
@@ -244,8 +289,12 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             return
         if excess >= torch.Size(storage.shape[1:]).numel():
             return  # more than rounding accounts for: the sampler was made for another size
+        self.grow(excess)
+
+    def grow(self, excess: int) -> None:
+        """Makes room for ``excess`` more cells. O(capacity)."""
         cells = torch.arange(self._max_capacity, device=self.device)
-        sums, minima = self._sum_tree[cells], self._min_tree[cells]
+        sums, minima = read_leaves(self._sum_tree, cells), read_leaves(self._min_tree, cells)
         maximum = self.__dict__["_max_priority"]
         self._max_capacity += excess
         self._init()

@@ -39,7 +39,8 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
 
     lock: StorageLock
     _generations: SlotGenerations  # guarded by lock
-    _len: int  # TorchRL's; guarded by lock
+    _len: int  # TorchRL's, as the next; guarded by lock
+    max_size: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -184,6 +185,9 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
         self._replaced()
 
     def _replaced(self) -> None:
+        if self.initialized and self.ndim > 1 and self._storage is not None:
+            # as at a first write; TorchRL leaves the capacity that was asked for, and misjudges when it is full
+            self.max_size = max(self.max_size, self._total_shape.numel())
         self._generations.replaced(int(self._len_along_dim0) if self.initialized and len(self) else 0)
 
 

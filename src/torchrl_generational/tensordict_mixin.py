@@ -16,7 +16,7 @@ from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.priorities import as_priority, check_leaf
 from torchrl_generational.result import UpdateResult
-from torchrl_generational.samplers import tree_dtype
+from torchrl_generational.trees import tree_dtype
 from torchrl_generational.writers import GenerationalTensorDictRoundRobinWriter
 
 __all__ = ["GenerationalTensorDictReplayBufferMixin"]

@@ -1,0 +1,116 @@
+"""Restoring a buffer: everything that can be checked is checked before anything is replaced."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, is_tensor_collection
+from torchrl.data.replay_buffers import ReplayBuffer
+
+from torchrl_generational.samplers import GenerationalPrioritizedSampler
+from torchrl_generational.trees import TreeState
+
+__all__ = ["CheckedCheckpoints"]
+
+# A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
+_Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
+
+
+class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
+    """The loads of :class:`GenerationalReplayBufferMixin`, which supplies storage and lock."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state of this class, or of the TorchRL class behind it. See *Guarantees* for its handles.
+
+        Raises:
+            ValueError: if capacity, shapes or priorities do not fit; nothing has changed then.
+        """
+        self._ready()
+        self._validate_prefetch_state(state_dict.get("_prefetch_state"))
+        with self._futures_lock:
+            self.synchronize()  # work in flight needs the storage's lock
+            with self._exclusive():
+                storage = state_dict["_storage"]
+                self._check_records(_leaves(storage["_storage"]), storage["_len"])
+                self._check_stamps(state_dict["_writer"].get("_generation"))
+                if isinstance(self._sampler, GenerationalPrioritizedSampler):
+                    self._check_priorities(TreeState.from_state_dict(state_dict["_sampler"]))
+                super().load_state_dict(state_dict)
+
+    def loads(self, path: str | Path) -> None:
+        """Takes over what ``dumps`` of this class, or of the TorchRL class behind it, saved at ``path``.
+
+        Raises:
+            FileNotFoundError: if a part is missing; nothing has changed then.
+            ValueError: if capacity, shapes or priorities do not fit; nothing has changed then.
+        """
+        self._ready()
+        path = Path(path).absolute()
+        for part in ("buffer_metadata.json", "storage/storage_metadata.json", "writer/metadata.json"):
+            if not (path / part).exists():
+                raise FileNotFoundError(f"{path} is not a complete checkpoint of a buffer: {part} is missing.")
+        with self._futures_lock:
+            self.synchronize()
+            with self._exclusive():
+                storage = json.loads((path / "storage" / "storage_metadata.json").read_text())
+                if not storage["is_pytree"]:
+                    self._check_records(_leaves(TensorDict.load_memmap(path / "storage")), storage["len"])
+                saved = json.loads((path / "writer" / "metadata.json").read_text()).get("generation_shape")
+                self._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
+                if isinstance(self._sampler, GenerationalPrioritizedSampler):
+                    self._check_priorities(TreeState.from_path(path / "sampler"))
+                super().loads(path)
+
+    def _check_records(self, saved: dict[str, torch.Tensor], length: int) -> None:
+        storage = self._storage
+        own = _leaves(storage._storage) if getattr(storage, "initialized", False) else {}
+        room = max(storage.max_size, storage.generations.numel())
+        for name, leaf in saved.items():
+            if name in own and leaf.shape != own[name].shape:
+                raise ValueError(
+                    f"The checkpoint holds {name!r} of shape {tuple(leaf.shape)} but this storage has shape "
+                    f"{tuple(own[name].shape)}. Load it into a buffer like the one that it was saved from."
+                )
+            if not own:
+                # a storage without data rounds its capacity up to whole rows
+                cells, row = math.prod(leaf.shape[: storage.ndim]), math.prod(leaf.shape[1 : storage.ndim])
+                if not storage.max_size <= cells < storage.max_size + row:
+                    raise ValueError(
+                        f"The checkpoint was saved from a storage of {cells} records but this one holds "
+                        f"{storage.max_size}. Load it into a buffer of the same capacity."
+                    )
+                room = max(room, cells)
+        if not 0 <= length <= room:
+            raise ValueError(
+                f"The checkpoint holds {length} records but this storage has room for {room}. Load it into a buffer of "
+                "the same capacity."
+            )
+
+    def _check_stamps(self, saved: torch.Tensor | None) -> None:
+        if saved is not None:
+            self._storage.slot_generations.check(saved)
+
+    def _check_priorities(self, saved: TreeState) -> None:
+        grown = saved.sums.numel() - self._sampler._max_capacity
+        if grown > 0 and self._storage.ndim > 1 and not self._storage.initialized:
+            self._sampler.grow(grown)  # saved after its storage had rounded its capacity up to whole rows
+        saved.check(self._sampler)
+
+
+def _leaves(data: Any) -> dict[str, torch.Tensor]:
+    """Tensors by name, of a storage's data or of its state."""
+    if isinstance(data, torch.Tensor):
+        return {"data": data}
+    if is_tensor_collection(data):
+        return {
+            ".".join(key) if isinstance(key, tuple) else key: leaf
+            for key, leaf in data.items(True, True)
+            if isinstance(leaf, torch.Tensor)
+        }
+    if isinstance(data, dict):
+        return {key: leaf for key, leaf in data.items() if isinstance(leaf, torch.Tensor)}
+    return {}

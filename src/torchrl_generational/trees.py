@@ -1,0 +1,138 @@
+"""Saving and restoring the priority trees of a sampler: tensors and numbers, in TorchRL's layout on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import MemoryMappedTensor
+
+__all__ = ["TreeState", "read_leaves", "tree_dtype"]
+
+
+def tree_dtype(sampler: Any) -> torch.dtype:
+    """The dtype of a sampler's trees (TorchRL also accepts tensor types in its place)."""
+    return torch.float64 if sampler.dtype in (torch.float64, torch.DoubleTensor) else torch.float32
+
+
+def read_leaves(tree: Any, cells: torch.Tensor) -> torch.Tensor:
+    """Leaves of ``tree``, of the shape of ``cells`` (TorchRL's trees answer one cell with a number)."""
+    return torch.as_tensor(tree[cells]).reshape(cells.shape)
+
+
+class TreeState:
+    """The state of a prioritized sampler, read from anywhere and checked before it replaces anything.
+
+    Attributes:
+        sums: leaves of the sum tree, ``[capacity]``, one per cell.
+        minima: leaves of the min tree, ``[capacity]``.
+        numbers: ``_alpha``, ``_beta``, ``_eps``, and ``_schema_version`` of TorchRL's state.
+        maximum: the raw running maximum and its cell, both ``None`` where there is none.
+    """
+
+    def __init__(
+        self,
+        sums: torch.Tensor,
+        minima: torch.Tensor,
+        numbers: dict[str, float],
+        maximum: tuple[float | None, int | None],
+    ) -> None:
+        self.sums, self.minima, self.numbers, self.maximum = sums, minima, numbers, maximum
+
+    @classmethod
+    def of(cls, sampler: Any) -> TreeState:
+        """What ``sampler`` holds now; copies. O(capacity), without a loop over slots."""
+        cells = torch.arange(sampler._max_capacity, device=sampler.device)
+        value, cell = sampler._max_priority
+        return cls(
+            read_leaves(sampler._sum_tree, cells).to(tree_dtype(sampler), copy=True),
+            read_leaves(sampler._min_tree, cells).to(tree_dtype(sampler), copy=True),
+            _numbers(sampler.__dict__ | {"_schema_version": sampler._STATE_SCHEMA_VERSION}),
+            (None if value is None else float(value), None if cell is None else int(cell)),
+        )
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> TreeState:
+        """Reads :meth:`state_dict`, or the state of a TorchRL sampler, which holds its trees as objects."""
+        if "_sum_leaves" in state:
+            sums, minima = state["_sum_leaves"], state["_min_leaves"]
+            value, cell = state["_max_priority"]
+        else:
+            sum_tree, min_tree = state["_sum_tree"], state["_min_tree"]
+            cells = torch.arange(sum_tree.size)
+            sums, minima = read_leaves(sum_tree, cells), read_leaves(min_tree, cells)
+            value, cell = state["_max_priority"] or (None, None)
+        numbers = _numbers({"_schema_version": 0} | state)
+        return cls(
+            sums, minima, numbers, (None if value is None else float(value), None if cell is None else int(cell))
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers only."""
+        return {
+            **self.numbers,
+            "_max_priority": list(self.maximum),
+            "_sum_leaves": self.sums,
+            "_min_leaves": self.minima,
+        }
+
+    @classmethod
+    def from_path(cls, path: Path) -> TreeState:
+        """Reads :meth:`dumps`, or what a TorchRL sampler saved."""
+        metadata = json.loads((path / "sampler_metadata.json").read_text())
+        shape = (int(metadata["_max_capacity"]),)
+        leaves = [
+            MemoryMappedTensor.from_filename(path / name, dtype=torch.float64, shape=shape)
+            for name in ("sumtree.memmap", "mintree.memmap")
+        ]
+        value, cell = metadata["_max_priority"]
+        maximum = (value, None if cell is None else int(cell))
+        return cls(leaves[0], leaves[1], _numbers({"_schema_version": 0} | metadata), maximum)
+
+    def dumps(self, path: Path) -> None:
+        """Writes TorchRL's three files."""
+        path.mkdir(exist_ok=True)
+        for name, leaves in (("sumtree.memmap", self.sums), ("mintree.memmap", self.minima)):
+            MemoryMappedTensor.from_tensor(leaves.double().cpu(), filename=path / name, existsok=True)
+        metadata = self.numbers | {"_max_priority": list(self.maximum), "_max_capacity": self.sums.numel()}
+        (path / "sampler_metadata.json").write_text(json.dumps(metadata))
+
+    def check(self, sampler: Any) -> None:
+        """Refuses a state that does not fit ``sampler``; nothing has changed then.
+
+        Raises:
+            ValueError: for another capacity, or leaves or exponents that no sampler can have.
+        """
+        if self.sums.shape != self.minima.shape or self.sums.numel() != sampler._max_capacity:
+            raise ValueError(
+                f"The checkpoint holds the priorities of {self.sums.numel()} slots but this sampler has "
+                f"max_capacity={sampler._max_capacity}. Load it into a buffer of the capacity that it was saved from."
+            )
+        exponents = [self.numbers[name] for name in ("_alpha", "_beta", "_eps")]
+        if not all(0 <= number < float("inf") for number in exponents):
+            raise ValueError(f"The checkpoint has alpha, beta and eps {exponents}: they must be finite and >= 0.")
+        if self.sums.numel() and not (
+            self.sums.min() >= 0 and self.sums.max() < float("inf") and self.minima.min() >= 0
+        ):
+            raise ValueError("The checkpoint holds priorities that are NaN, infinite or negative: it is damaged.")
+
+    def restore(self, sampler: Any) -> None:
+        """Replaces what ``sampler`` holds. O(capacity), without a loop over slots."""
+        sampler._init()
+        sampler._alpha, sampler._beta, sampler._eps = (self.numbers[name] for name in ("_alpha", "_beta", "_eps"))
+        cells = torch.arange(self.sums.numel(), device=sampler.device)
+        dtype = tree_dtype(sampler)
+        for tree, leaves in ((sampler._sum_tree, self.sums), (sampler._min_tree, self.minima)):
+            tree[cells] = leaves.as_subclass(torch.Tensor).to(device=cells.device, dtype=dtype)
+        value, cell = self.maximum
+        if value is not None:
+            index = None if cell is None else torch.tensor(cell, device=cells.device)
+            sampler._max_priority = (torch.tensor(value, dtype=dtype, device=cells.device), index)
+            if self.numbers["_schema_version"] < 1 and sampler._max_priority_within_buffer:
+                sampler._recompute_max_priority_from_tree()  # old TorchRL saved a transformed maximum
+
+
+def _numbers(state: dict[str, Any]) -> dict[str, float]:
+    return {name: state[name] for name in ("_alpha", "_beta", "_eps", "_schema_version")}
