@@ -184,6 +184,7 @@ def test_where_no_slot_repeats_the_sampler_is_bit_for_bit_the_stock_one(cells, v
     ours.extend(torch.arange(16))
     stock = PrioritizedSampler(16, alpha, 1.0, max_priority_within_buffer=within)
     stock.mark_update(torch.arange(16))
+    stock.extend(torch.arange(16))  # as a buffer does after the writer has marked the records
     index = torch.tensor(cells)
     for _ in range(3):
         priority = torch.tensor(

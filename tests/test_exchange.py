@@ -100,15 +100,15 @@ def test_an_update_whose_storage_is_exchanged_before_its_section_begins_again(mo
     new = g.GenerationalLazyTensorStorage(8)
     for _ in range(3):
         new.set(range(8), records(8, 100))
-    original, once = conditional.check_leaf, []
+    original, once = conditional.checked_priority, []
 
-    def exchange(*args, **kwargs):
-        original(*args, **kwargs)
+    def exchange(*args):
         if not once:
             once.append(rb.set_storage(new))
             rb.sampler.mark_update(torch.arange(8), storage=new)
+        return original(*args)
 
-    monkeypatch.setattr(conditional, "check_leaf", exchange)
+    monkeypatch.setattr(conditional, "checked_priority", exchange)
     result = rb.update_priority_if_present(index=sample["index"], generation=sample["index_generation"], priority=50.0)
     assert result.num_stale == 8
     assert leaves(rb).tolist() == [1] * 8

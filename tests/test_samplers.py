@@ -202,3 +202,19 @@ def test_new_records_are_born_at_the_largest_priority_in_use():
     rb.update_priority(torch.tensor([1]), torch.tensor([7.0]))
     rb.extend(records(2))
     assert leaves(rb)[:6].tolist() == [1, 7, 1, 1, 7, 7]
+
+
+@pytest.mark.parametrize("priority", [5.0, torch.tensor([5.0, 0, 6.0, 0, 7.0, 0])[::2]])
+def test_strided_views_reach_the_trees_in_order(priority):
+    rb = filled()
+    index = torch.tensor([[1, 0], [3, 0], [6, 0]])[:, 0]
+    assert not index.is_contiguous()
+    rb.update_priority(index, priority)
+    expected = [5.0] * 3 if isinstance(priority, float) else [5.0, 6.0, 7.0]
+    assert leaves(rb)[[1, 3, 6]].tolist() == expected
+    assert leaves(rb).sum() == sum(expected) + 5
+    generation = rb.writer.generations_of(index)
+    rb.update_priority_if_present(
+        index=index, generation=generation, priority=torch.tensor([2.0, 0, 3.0, 0, 4.0, 0])[::2]
+    )
+    assert leaves(rb)[[1, 3, 6]].tolist() == [2, 3, 4]

@@ -10,10 +10,9 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.indexing import as_int64, normalise_handles
-from torchrl_generational.priorities import as_priority, check_leaf, match_shape
+from torchrl_generational.priorities import match_shape
 from torchrl_generational.result import UpdateResult
-from torchrl_generational.samplers import has_own_update, store_priorities
-from torchrl_generational.trees import tree_dtype
+from torchrl_generational.samplers import checked_priority, has_own_update, store_priorities
 
 __all__ = ["ConditionalUpdates"]
 
@@ -83,8 +82,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             index = tuple(as_int64("index", part, device) for part in index)
         else:
             index = as_int64("index", index, device)
-        values = as_priority(priority, dtype=tree_dtype(sampler), device=sampler.device)
-        check_leaf(values, alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity)
+        values = checked_priority(sampler, priority)
         with self._exclusive():
             if storage is not self._storage or sampler is not self._priority_sampler("update_priority_if_present"):
                 # exchanged since they were looked up: begin again
@@ -93,9 +91,10 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             values = match_shape(values, handles.shape)
             self._catch_up()
             live = storage.slot_generations.live(handles.rows, handles.generation)
-            live &= handles.cells < len(storage)
             cells = handles.cells
-            if not live.all():
+            if len(storage) < storage.generations.numel():
+                live &= cells < len(storage)
+            if not bool(live.all()):
                 cells = cells[live]
                 values = values[live.to(values.device)] if values.ndim else values
             store = sampler.update_priority if has_own_update(sampler) else partial(store_priorities, sampler)

@@ -107,7 +107,7 @@ class SlotGenerations:
                 rows = rows.nonzero()
             rows = rows.reshape(-1).to(self._values.device)
             # the same value wherever a row is named more than once, so the order of these writes does not matter
-            self._values[rows] = torch.maximum(self._values[rows], least)
+            self._values[rows] = torch.maximum(self._values.index_select(0, rows), least)
             self._values.index_add_(0, rows, torch.ones_like(rows))
         else:
             part = self._values[slice(rows, rows + 1) if isinstance(rows, int) else rows]
@@ -156,7 +156,7 @@ class SlotGenerations:
         Returns:
             int64 tensor of the shape and on the device of ``rows``.
         """
-        found = self._values[rows.to(self._values.device)]
+        found = self._values.index_select(0, rows.reshape(-1).to(self._values.device)).reshape(rows.shape)
         return found.to(rows.device)
 
     def live(self, rows: torch.Tensor, generation: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ class SlotGenerations:
         Returns:
             bool tensor of that shape: the stamp is one that a record can have, and it is the row's stamp now.
         """
-        return (self._values[rows] == generation) & (generation >= 0)
+        return (self._values.index_select(0, rows) == generation).logical_and_(generation >= 0)
 
     def origin(self) -> dict[str, int]:
         """What :meth:`restore` needs besides the stamps to know where they come from."""

@@ -39,6 +39,8 @@ def as_int64(name: str, value: Any, device: torch.device | None = None) -> torch
     Raises:
         TypeError: if it does not hold integers (bools and floats are not indices).
     """
+    if type(value) is torch.Tensor and value.dtype is torch.int64 and device in (None, value.device):
+        return value
     if not isinstance(value, torch.Tensor):
         try:
             array = np.asarray(value)
@@ -82,6 +84,12 @@ def normalise_handles(index: Any, generation: Any, space: Sequence[int], device:
     """
     generation = as_int64("generation", generation, device)
     shape = generation.shape
+    if len(space) == 1 and isinstance(index, torch.Tensor) and index.shape == shape and device.type == "cpu":
+        # what a training loop hands in: one pass over it
+        rows = as_int64("index", index, device).reshape(-1)
+        low, high = bounds_of(rows)
+        if low >= 0 and high < space[0]:
+            return Handles(rows, rows, generation.reshape(-1), shape)
     coordinates = _coordinates(index, shape, len(space), device)
     expanded = (*coordinates.shape[:-1], *(1,) * (len(shape) + 1 - coordinates.ndim), len(space))
     coordinates = coordinates.reshape(expanded).expand(*shape, len(space)).reshape(-1, len(space))
@@ -158,6 +166,14 @@ def _shown(coordinates: torch.Tensor) -> str:
     return str(values[0] if len(values) == 1 else tuple(values))
 
 
+def bounds_of(rows: torch.Tensor) -> tuple[int, int]:
+    """Smallest and largest of ``rows``; ``(0, -1)`` if there are none. Synchronises."""
+    if not rows.numel():
+        return 0, -1
+    low, high = rows.aminmax()
+    return int(low), int(high)
+
+
 def cells_of(coordinates: torch.Tensor, space: Sequence[int]) -> torch.Tensor:
     """Flat cells, C order, of coordinates ``[..., n]``. O(rows)."""
     cells = coordinates[..., 0]
@@ -186,6 +202,13 @@ def rows_written(cursor: Any, num_rows: int) -> int | slice | torch.Tensor:
         IndexError: if a row lies outside the storage.
         TypeError: if the cursor is of no known kind.
     """
+    if (
+        type(cursor) is torch.Tensor
+        and cursor.dtype is torch.int64
+        and cursor.ndim == 1
+        and cursor.device.type == "cpu"
+    ):
+        return _rows_in(cursor, num_rows)
     if isinstance(cursor, tuple):
         if not cursor:
             return slice(None)
@@ -207,13 +230,22 @@ def rows_written(cursor: Any, num_rows: int) -> int | slice | torch.Tensor:
         if not -num_rows <= row < num_rows:
             raise IndexError(f"cursor {row} is outside the storage, which has {num_rows} rows.")
         return row % num_rows
-    if rows.numel():
-        low, high = (int(bound) for bound in rows.aminmax())
-        if low < -num_rows or high >= num_rows:
-            raise IndexError(f"cursor spans rows {low} to {high}, the storage has {num_rows}.")
-        if low < 0:
-            rows = rows % num_rows
-    return rows.reshape(-1)
+    return _rows_in(rows.reshape(-1), num_rows)
+
+
+def _rows_in(rows: torch.Tensor, num_rows: int) -> slice | torch.Tensor:
+    low, high = bounds_of(rows)
+    if low < -num_rows or high >= num_rows:
+        raise IndexError(f"cursor spans rows {low} to {high}, the storage has {num_rows}.")
+    if low < 0:
+        return rows % num_rows
+    count = high - low + 1
+    if count == rows.numel() > 1 and rows.device.type == "cpu":
+        # what a round-robin writer names unless the ring wraps: consecutive rows, cheaper as a slice
+        array = rows.numpy()
+        if (array[1:] - array[:-1] == 1).all():
+            return slice(low, high + 1)
+    return rows
 
 
 def keep_last(cells: torch.Tensor) -> torch.Tensor | None:

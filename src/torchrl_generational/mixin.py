@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from concurrent.futures import wait
 from typing import Any
 
@@ -101,16 +100,9 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
         if self._initialized:
             self._lend_lock()
 
-    @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
+    def _exclusive(self) -> Any:
         """Holds the storage's lock; holds nothing while ``torch.compile`` traces, which cannot."""
-        while not torch.compiler.is_compiling():
-            lock = self._replay_lock
-            with lock:
-                if lock is self._replay_lock:  # the storage was not exchanged while this thread waited
-                    yield
-                    return
-        yield
+        return contextlib.nullcontext() if torch.compiler.is_compiling() else _Section(self)
 
     # ---------------------------------------------------------------- sampling
 
@@ -245,6 +237,26 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
         wait((*self._prefetch_queue, *self._pending_update_futures))
         self._prefetch_queue.clear()
         self._sample_dependency = None
+
+
+class _Section:
+    """The lock of a buffer's storage, also if the storage is exchanged while this thread waits for it."""
+
+    __slots__ = ("buffer", "lock")
+
+    def __init__(self, buffer: GenerationalReplayBufferMixin) -> None:
+        self.buffer = buffer
+
+    def __enter__(self) -> None:
+        while True:
+            self.lock = self.buffer._replay_lock
+            self.lock.acquire()
+            if self.lock is self.buffer._replay_lock:
+                return
+            self.lock.release()
+
+    def __exit__(self, *exc: object) -> None:
+        self.lock.release()
 
 
 def _on_device_of(index: Any, storage: Any) -> Any:

@@ -8,21 +8,24 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["as_priority", "check_leaf", "match_shape"]
+__all__ = ["as_priority", "largest_priority", "match_shape"]
 
 
-def as_priority(priority: Any, *, dtype: torch.dtype, device: torch.device, name: str = "priority") -> torch.Tensor:
+def as_priority(
+    priority: Any, *, dtype: torch.dtype, device: torch.device, most: float = math.inf, name: str = "priority"
+) -> torch.Tensor:
     """``priority`` cast to the tree's dtype, on the tree's device, shape kept.
 
     Args:
         priority: a number, tensor, array or (nested) list of any real dtype.
         dtype: the tree's dtype.
         device: the tree's device.
+        most: the largest priority that fits into the tree.
         name: what the caller calls it.
 
     Raises:
         TypeError: if it does not hold real numbers.
-        ValueError: if a value is NaN, infinite (also after the cast) or negative; names the row.
+        ValueError: if a value is NaN, infinite (also after the cast), negative or above ``most``; names the row.
     """
     if not isinstance(priority, torch.Tensor):
         try:
@@ -37,10 +40,15 @@ def as_priority(priority: Any, *, dtype: torch.dtype, device: torch.device, name
         raise TypeError(f"{name} must hold real numbers, got a tensor of {priority.dtype}.")
     values: torch.Tensor = priority.detach().to(device=device, dtype=dtype)
     if values.numel():
-        low, high = values.aminmax()
+        low, high = (float(bound) for bound in values.aminmax())
         # NaN fails both comparisons
         if not (low >= 0 and high < math.inf):
             _refuse_value(values, priority, name)
+        if high > most:
+            raise ValueError(
+                f"{name} {high} is too large: the tree's {dtype} holds at most {most:.3g} for every slot. Nothing was "
+                "updated. Clip the TD errors, or use a sampler with dtype=torch.float64."
+            )
     return values
 
 
@@ -79,24 +87,14 @@ def match_shape(priority: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     )
 
 
-def check_leaf(priority: torch.Tensor, *, alpha: float, eps: float, capacity: int, name: str = "priority") -> None:
-    """Refuses priorities whose leaf ``(priority + eps) ** alpha`` could overflow the tree's total.
+def largest_priority(*, alpha: float, eps: float, capacity: int, dtype: torch.dtype) -> float:
+    """The largest priority whose leaf ``(priority + eps) ** alpha`` cannot overflow the tree's total.
 
     The largest leaf times the capacity must be representable, so that no sum over the ring is ever infinite.
-
-    Raises:
-        ValueError: if the largest priority is too large.
     """
-    if not priority.numel():
-        return
-    high = float(priority.max())
-    limit = torch.finfo(priority.dtype).max / capacity
+    if alpha == 0:
+        return math.inf
     try:
-        fits = (high + eps) ** alpha <= limit
-    except OverflowError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"{name} {high} is too large: ({name} + {eps}) ** {alpha} summed over {capacity} slots overflows "
-            f"{priority.dtype}. Nothing was updated. Clip the TD errors, or use a sampler with dtype=torch.float64."
-        )
+        return float((torch.finfo(dtype).max / capacity) ** (1.0 / alpha)) - eps
+    except OverflowError:  # alpha is small: every number fits
+        return math.inf

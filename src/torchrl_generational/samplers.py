@@ -11,8 +11,8 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_generational.generations import GENERATION_KEY, generations_on
-from torchrl_generational.indexing import as_int64, cells_of, keep_last, rows_of
-from torchrl_generational.priorities import as_priority, check_leaf
+from torchrl_generational.indexing import as_int64, bounds_of, cells_of, keep_last, rows_of
+from torchrl_generational.priorities import as_priority, largest_priority
 from torchrl_generational.trees import TreeState, read_leaves, tree_dtype
 
 __all__ = ["GenerationalPrioritizedSampler", "check_capacity", "store_priorities"]
@@ -38,10 +38,18 @@ def _num_cells(storage: Any) -> int:
     return int(storage.max_size if generations is None else generations.numel())
 
 
+def checked_priority(sampler: PrioritizedSampler, priority: Any, *, name: str = "priority") -> torch.Tensor:
+    """``priority`` as values that ``sampler``'s trees can hold; see :func:`as_priority`."""
+    dtype = tree_dtype(sampler)
+    most = largest_priority(alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity, dtype=dtype)
+    return as_priority(priority, dtype=dtype, device=sampler.device, most=most, name=name)
+
+
 def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
     """Writes checked priorities to checked cells. The caller holds the storage's lock.
 
-    Where a cell stands more than once, the last row wins, and the running maximum sees only that one.
+    Where a cell stands more than once, the last row wins, and the running maximum sees only that one. Otherwise the
+    sampler is left bit for bit as TorchRL's ``update_priority`` leaves it.
 
     Args:
         sampler: any prioritized sampler.
@@ -50,14 +58,28 @@ def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority:
     """
     if not cells.numel():
         return
-    if priority.ndim:
-        maximum = sampler._max_priority[0]
+    maximum, where = sampler._max_priority
+    highest = priority.max() if priority.ndim else priority
+    if maximum is None or bool(highest > maximum):
         # only a row that raises the maximum can raise it wrongly: look for repeated cells then
-        if maximum is None or priority.max() > maximum:
-            keep = keep_last(cells)
-            if keep is not None:
-                cells, priority = cells[keep], priority[keep]
-    PrioritizedSampler.update_priority(sampler, cells, priority)
+        keep = keep_last(cells) if priority.ndim else None
+        if keep is not None:
+            cells, priority = cells[keep], priority[keep]
+        highest, row = priority.max(0)
+        if maximum is None or bool(highest > maximum):
+            maximum, where = sampler._max_priority = (highest, cells[row])
+    if sampler.device.type != "cpu":
+        PrioritizedSampler.update_priority(sampler, cells, priority)
+        return
+    # NumPy views take half the time of tensors here, but the trees read them as if they were contiguous.
+    leaf = torch.pow(priority + sampler._eps, sampler._alpha).contiguous().numpy()
+    index = cells.contiguous().numpy()
+    sampler._sum_tree[index] = leaf if priority.ndim else float(leaf)
+    sampler._min_tree[index] = leaf if priority.ndim else float(leaf)
+    tracked = sampler._max_priority_within_buffer and sampler._alpha != 0 and where is not None
+    if tracked and bool((cells == where).any()):
+        highest, row = sampler._tree_argmax()  # of transformed values
+        sampler._max_priority = ((highest ** (1.0 / sampler._alpha) - sampler._eps).clamp_min(0), row)
 
 
 def has_own_update(sampler: PrioritizedSampler) -> bool:
@@ -173,10 +195,11 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             ValueError: if a priority is NaN, infinite, negative or too large, or there is not one per row.
         """
         self._maybe_init_from_storage(storage)
-        if storage is not None:
+        if storage is not None and storage.ndim > 1:
             self.fit(storage)
         cells = self._cells(index, storage)
-        values = as_priority(priority, dtype=tree_dtype(self), device=self.device)
+        low, _ = bounds_of(cells)
+        values = checked_priority(self, priority)
         if values.numel() == 1:
             values = values.reshape(())
         elif values.numel() != cells.numel():
@@ -186,9 +209,8 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             )
         else:
             values = values.reshape(-1)
-        check_leaf(values, alpha=self._alpha, eps=self._eps, capacity=self._max_capacity)
-        real = cells >= 0
-        if not real.all():
+        if low < 0:  # rows to ignore
+            real = cells >= 0
             cells = cells[real]
             values = values[real] if values.ndim else values
         store_priorities(self, cells, values)
@@ -198,7 +220,8 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         cells = as_int64("index", index, self.device)
         if storage is not None and cells.ndim <= 1:
             cells = cells.reshape(-1)
-            cells = cells[cells < len(storage)]
+            if bounds_of(cells)[1] >= len(storage):
+                cells = cells[cells < len(storage)]
         self.update_priority(cells, self.default_priority, storage=storage)
 
     def _cells(self, index: Any, storage: Storage | None) -> torch.Tensor:
@@ -226,13 +249,12 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         elif storage is not None and len(storage) < limit:
             limit, place = len(storage), "the number of records in the storage"
         cells = cells.reshape(-1)
-        if cells.numel():
-            low, high = cells.aminmax()
-            if low < -1 or high >= limit:
-                wrong = int(low if low < -1 else high)
-                raise IndexError(
-                    f"index {wrong} is outside [0, {limit}), {place}. Nothing was updated. Pass the index of a sample."
-                )
+        low, high = bounds_of(cells)
+        if low < -1 or high >= limit:
+            wrong = low if low < -1 else high
+            raise IndexError(
+                f"index {wrong} is outside [0, {limit}), {place}. Nothing was updated. Pass the index of a sample."
+            )
         return cells
 
     @property

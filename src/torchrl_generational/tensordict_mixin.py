@@ -14,9 +14,8 @@ from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
-from torchrl_generational.priorities import as_priority, check_leaf
 from torchrl_generational.result import UpdateResult
-from torchrl_generational.trees import tree_dtype
+from torchrl_generational.samplers import checked_priority
 from torchrl_generational.writers import GenerationalTensorDictRoundRobinWriter
 
 __all__ = ["GenerationalTensorDictReplayBufferMixin"]
@@ -81,7 +80,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             index = index[..., 0]
         while generation.ndim > len(shape):
             generation = generation[..., 0]
-        priority = as_priority(priority, dtype=tree_dtype(sampler), device=sampler.device, name=str(self.priority_key))
+        priority = checked_priority(sampler, priority, name=str(self.priority_key))
         if priority.shape != shape:
             priority = _reduce(priority.reshape(*shape, -1), sampler.reduction, dim=-1)
         if anchored:
@@ -168,8 +167,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         sampler = self._sampler
         if priority is not None and isinstance(sampler, PrioritizedSampler):
             name = f"entry {self.priority_key!r}"
-            values = as_priority(priority, dtype=tree_dtype(sampler), device=sampler.device, name=name)
-            check_leaf(values, alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity, name=name)
+            checked_priority(sampler, priority, name=name)
         return priority
 
     def _per_cell(self, priority: torch.Tensor, cells: int) -> torch.Tensor:
