@@ -76,10 +76,13 @@ class Pair:
         def handle() -> torch.Tensor:
             return handles[next(turn) % len(handles)]
 
+        generations = [ours.storage.generations[index] for index in handles]  # nothing is written while it is timed
+
         def conditional() -> object:
-            index = handle()
-            generation = ours.storage.generations[index]
-            return ours.update_priority_if_present(index=index, generation=generation, priority=priority)
+            position = next(turn) % len(handles)
+            return ours.update_priority_if_present(
+                index=handles[position], generation=generations[position], priority=priority
+            )
 
         sampled = ours.sample()
         sampled["td_error"] = priority

@@ -9,7 +9,14 @@ import pytest
 import torch
 from support import TIMEOUT, announce_blocked, buffer_state, leaves, prioritized, records, until_blocked_or_done
 from tensordict import TensorDict
-from torchrl.data import ConsumingSampler, HERReplayBuffer, PrioritizedSampler, RandomSampler, Sequence
+from torchrl.data import (
+    ConsumingSampler,
+    HERReplayBuffer,
+    PrioritizedSampler,
+    RandomSampler,
+    Sequence,
+    TensorStorage,
+)
 
 import torchrl_generational as g
 
@@ -220,20 +227,38 @@ def test_a_sampler_that_does_something_of_its_own_with_priorities_is_asked():
 # ------------------------------------------------------------------ writing
 
 
-def test_a_failed_write_leaves_the_cursor_for_the_next_one():
-    rb = prioritized(8)
-    good = {"a": torch.zeros(3), "b": torch.zeros(3)}
-    rb.extend(TensorDict(good, [3]))
+def test_a_failed_write_leaves_the_cursor_for_the_next_one(monkeypatch):
+    rb = filled()
+    sample = rb.sample()
     before = rb.writer._cursor, rb.write_count, len(rb)
-    for bad in (TensorDict({"a": torch.ones(2), "b": torch.ones(2, 7)}, [2]),):
-        with pytest.raises(RuntimeError):
-            rb.extend(bad)
-        with pytest.raises(RuntimeError):
-            rb.add(bad[0])
+
+    def full_disk(*args, **kwargs):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorStorage, "set", full_disk)
+        with pytest.raises(OSError, match="no space left"):
+            rb.extend(records(3, 100))
+        with pytest.raises(OSError, match="no space left"):
+            rb.add(records(1, 100)[0])
     assert (rb.writer._cursor, rb.write_count, len(rb)) == before
-    rb.extend(TensorDict(good, [3]))
-    assert rb.storage.generations[:6].tolist() == [0, 0, 0, 2, 1, 0]
-    assert rb[:]["a"].tolist() == [0] * 6
+    assert rb.storage.generations.tolist() == [2, 1, 1, 0, 0, 0, 0, 0]  # nobody knows how far the writes came
+    result = rb.update_priority_if_present(index=sample["index"], generation=sample["index_generation"], priority=9.0)
+    assert torch.equal(result.stale_mask, sample["index"] < 3)
+    rb.extend(records(3, 100))
+    assert rb[:]["x"].tolist() == [100, 101, 102, 3, 4, 5, 6, 7]
+
+
+def test_data_that_does_not_fit_changes_nothing_at_all():
+    rb = prioritized(4)
+    rb.extend(TensorDict({"a": torch.zeros(4), "b": torch.zeros(4)}, [4]))
+    before = buffer_state(rb)
+    bad = TensorDict({"a": torch.ones(2), "b": torch.ones(2, 7)}, [2])
+    with pytest.raises(RuntimeError, match=r"The entry 'b' has shape \(2, 7\) but the storage takes \(2,\) here"):
+        rb.extend(bad)
+    with pytest.raises(RuntimeError, match=r"The entry 'b' has shape \(7,\) but the storage takes \(\) here"):
+        rb.add(bad[0])
+    assert buffer_state(rb) == before
 
 
 def test_rows_may_be_written_at_places_of_a_grid():

@@ -5,7 +5,8 @@ import pickle
 import pytest
 import torch
 from support import records
-from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, tensorclass
+from torch.utils._pytree import tree_leaves, tree_map
 from torchrl.data import TensorStorage
 
 import torchrl_generational as g
@@ -105,12 +106,50 @@ def test_explicit_rows_named_twice_keep_the_last_record():
     assert storage.generations.tolist() == [1, 0, 3, 0]
 
 
-def test_stamps_advance_before_the_data_changes(monkeypatch):
-    """C19: a write that fails half-way leaves no handle live on a torn record."""
-    storage = g.GenerationalTensorStorage(TensorDict({"a": torch.zeros(4), "b": torch.zeros(4)}, [4]))
-    with pytest.raises(RuntimeError):
-        storage.set(torch.tensor([0, 1]), TensorDict({"a": torch.ones(2), "b": torch.ones(2, 7)}, [2]))
-    assert storage.generations.tolist()[:2] == [1, 1]
+@pytest.mark.parametrize("make", [g.GenerationalLazyTensorStorage, g.GenerationalLazyMemmapStorage])
+@pytest.mark.parametrize("kind", ["tensordict", "nested", "pytree"])
+@pytest.mark.parametrize("cursor", [1, torch.tensor(1), torch.tensor([0, 1])])
+def test_a_record_of_which_a_later_entry_does_not_fit_is_refused_before_the_first_is_written(make, kind, cursor):
+    """C19: stock moves on, with the slot torn and its old handle live."""
+
+    def data(a, b):
+        if kind == "pytree":
+            return {"a": a, "b": (b,)}
+        return TensorDict({"a": a, "b": b} if kind == "tensordict" else {"a": a, "n": {"b": b}}, a.shape[:1])
+
+    storage = make(4)
+    storage.set(torch.arange(4), data(torch.zeros(4), torch.zeros(4, 3)))
+    bad = data(torch.ones(2), torch.ones(2, 7))
+    if not (isinstance(cursor, torch.Tensor) and cursor.ndim):
+        bad = tree_map(lambda leaf: leaf[0], bad) if kind == "pytree" else bad[0]
+    with pytest.raises(RuntimeError, match="Nothing was written. Give every record the shapes of the first one"):
+        storage.set(cursor, bad)
+    assert storage.generations.tolist() == [0] * 4
+    stored = storage._storage if kind == "pytree" else storage._storage.to_dict()
+    assert all((leaf == 0).all() for leaf in tree_leaves(stored))
+
+
+def test_tensorclasses_and_data_that_is_no_tensor_are_written_again_and_again():
+    @tensorclass
+    class Record:
+        x: torch.Tensor
+
+    storage = g.GenerationalLazyTensorStorage(4)
+    for _ in range(2):
+        storage.set(torch.arange(2), Record(x=torch.arange(2), batch_size=[2]))
+    with pytest.raises(RuntimeError, match="Nothing was written"):
+        storage.set(torch.arange(2), Record(x=torch.zeros(2, 5), batch_size=[2]))
+    assert storage.generations.tolist() == [1, 1, -1, -1]
+    storage = g.GenerationalLazyTensorStorage(4)
+    for _ in range(2):
+        storage.set(torch.arange(2), TensorDict({"x": torch.arange(2), "text": NonTensorStack("a", "b")}, [2]))
+    assert storage.generations.tolist() == [1, 1, -1, -1]
+
+
+def test_records_that_torch_would_broadcast_are_still_taken():
+    storage = g.GenerationalTensorStorage(TensorDict({"a": torch.zeros(4, 3)}, [4]))
+    storage.set(torch.tensor([0, 1]), TensorDict({"a": torch.ones(2, 1)}, [2]))
+    assert storage._storage["a"].sum() == 6
 
 
 @pytest.mark.parametrize("cursor", [4, torch.tensor([0, 4]), [-5, 0]])

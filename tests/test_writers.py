@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from support import records
@@ -107,3 +109,20 @@ def test_the_old_stamp_of_a_sample_never_stands_beside_its_new_index():
     writer.extend(sample)
     assert sample["index"].tolist() == [0, 1]
     assert sample["index_generation"].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("make", WRITERS)
+@pytest.mark.parametrize("compilable", [True, False])
+def test_more_records_than_32_bits_count_are_counted(make, compilable):
+    """C22: stock wraps to a negative count."""
+    writer = make(compilable=compilable)
+    writer.register_storage(g.GenerationalLazyTensorStorage(4))
+    writer._write_count = 2**31 - 2
+    writer.extend(records(4))
+    assert writer._write_count == 2**31 + 2
+    copy = pickle.loads(pickle.dumps(writer))
+    copy.add(records(1)[0])
+    assert copy._write_count == 2**31 + 3
+    loaded = make(compilable=compilable)
+    loaded.load_state_dict(writer.state_dict())
+    assert loaded._write_count == 2**31 + 2

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import is_tensor_collection, is_tensorclass
-from torch.utils._pytree import tree_map
+from tensordict import LazyStackedTensorDict, is_tensor_collection, is_tensorclass
+from torch.utils._pytree import tree_leaves, tree_map
 from torchrl.data.replay_buffers.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -114,6 +114,7 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
 
         Raises:
             IndexError: if a row lies outside the storage; nothing has changed then.
+            RuntimeError: if an entry has another shape than those stored; nothing has changed then.
         """
         data = _without_handles(data)
         if torch.compiler.is_compiling() and isinstance(cursor, torch.Tensor):
@@ -123,6 +124,8 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
             return
         num_rows = self._rows_for(cursor, data)
         rows = rows_written(cursor, num_rows)
+        if self.initialized:
+            _refuse_misfits(self._storage, data, cursor)
         self._generations.advance(rows)
         if isinstance(rows, torch.Tensor) and isinstance(cursor, torch.Tensor) and cursor.shape == rows.shape:
             keep = _last_of_each(rows, num_rows)
@@ -189,6 +192,43 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
             # as at a first write; TorchRL leaves the capacity that was asked for, and misjudges when it is full
             self.max_size = max(self.max_size, self._total_shape.numel())
         self._generations.replaced(int(self._len_along_dim0) if self.initialized and len(self) else 0)
+
+
+def _refuse_misfits(stored: Any, data: Any, cursor: Any) -> None:
+    """Refuses records of which one entry has another shape, before the entries ahead of it are written."""
+    if isinstance(cursor, int) or (isinstance(cursor, torch.Tensor) and cursor.ndim == 0):
+        lead: tuple[int, ...] = ()
+    elif isinstance(cursor, torch.Tensor) and cursor.ndim == 1 and cursor.dtype != torch.bool:
+        lead = (cursor.shape[0],)
+    else:
+        return  # other cursors do not come from a writer, and torch checks them itself
+    for name, old, new in _pairs(stored, data):
+        expected = (*lead, *old.shape[1:])
+        if new.shape != expected and not _broadcasts(new.shape, expected):
+            raise RuntimeError(
+                f"The entry {name!r} has shape {tuple(new.shape)} but the storage takes {expected} here. Nothing was "
+                "written. Give every record the shapes of the first one."
+            )
+
+
+def _pairs(stored: Any, data: Any) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """Stored entries and those about to be written over them, where both are tensors of one name."""
+    if is_tensor_collection(data) and is_tensor_collection(stored) and not isinstance(data, LazyStackedTensorDict):
+        found = [(name, stored.get(name, None), new) for name, new in data.items(True, True)]
+    elif not isinstance(data, list | torch.Tensor) and not is_tensor_collection(data):
+        old_leaves, new_leaves = tree_leaves(stored), tree_leaves(data)
+        if len(old_leaves) != len(new_leaves):
+            return []  # torch refuses another structure itself, before it writes
+        found = [(position, *pair) for position, pair in enumerate(zip(old_leaves, new_leaves, strict=True))]
+    else:
+        return []
+    return [row for row in found if isinstance(row[1], torch.Tensor) and isinstance(row[2], torch.Tensor)]
+
+
+def _broadcasts(shape: torch.Size, expected: tuple[int, ...]) -> bool:
+    if len(shape) > len(expected):
+        return False
+    return all(size in (1, wanted) for size, wanted in zip(shape[::-1], expected[::-1], strict=False))
 
 
 def _snapshot(state: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,19 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
                 f"{type(self).__name__.removeprefix('Generational')} where none are wanted."
             )
         self._origin = {}
+        self._compilable = bool(compilable)
+        self._count_in_64_bits(0)
         super().__init__(compilable=bool(compilable), track_generations=True)
+
+    def _count_in_64_bits(self, write_count: int) -> None:
+        """TorchRL counts records in 32 bits, which a run of days leaves behind."""
+        self._write_count_value = write_count if self._compilable else multiprocessing.Value("q", write_count)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        write_count = state.pop("write_count__context", None)
+        super().__setstate__(state)
+        if write_count is not None:
+            self._count_in_64_bits(write_count)
 
     def register_storage(self, storage: Storage) -> None:
         """Binds the writer to ``storage``. Stamps that were loaded before go to it, unless it has live ones.
