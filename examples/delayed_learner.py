@@ -26,7 +26,6 @@ Run ``python examples/delayed_learner.py``; ``--help`` lists the settings.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import threading
 import time
@@ -204,16 +203,6 @@ def make_network(env: EnvBase) -> QValueActor:
     return QValueActor(mlp, spec=env.action_spec_unbatched)
 
 
-def share_one_core() -> None:
-    """Keeps both threads on one core, where the system can do that.
-
-    They need the interpreter's lock nearly all the time and pass it on at every tensor operation. Passing it between
-    cores costs more than the second core gives: on two, the learner takes half as many steps, and far less steadily.
-    """
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-
-
 def run(mode: str, args: argparse.Namespace) -> Log:
     """Fills the ring, then trains in one mode for ``--duration`` seconds."""
     torch.manual_seed(args.seed)
@@ -361,7 +350,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--duration", type=float, default=30.0, help="seconds of training for each mode")
     add("--capacity", type=int, default=2000, help="slots of the ring, filled before the time starts")
     add("--batch-size", type=int, default=128, help="rows per learner step")
-    add("--delay", type=int, default=170, help="learner steps between sampling a batch and updating its priorities")
+    add("--delay", type=int, default=140, help="learner steps between sampling a batch and updating its priorities")
     add("--envs", type=int, default=4, help="environments that the actor steps together")
     add("--frames-per-batch", type=int, default=32, help="transitions per write; a multiple of --envs")
     add("--lr", type=float, default=1e-3, help="learning rate of Adam")
@@ -389,7 +378,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     args.plot.parent.mkdir(parents=True, exist_ok=True)
     torchrl_logger.setLevel("WARNING")  # its INFO lines would tear the progress bar
-    share_one_core()
     logs = [run(mode, args) for mode in (MODES if args.mode == "both" else (args.mode,))]
     print(table(logs, args))
     plot(logs, args)

@@ -45,6 +45,13 @@ def plain_prioritized(capacity: int = 8, *, ndim: int = 1, **kwargs: Any) -> g.G
     )
 
 
+def filled(capacity: int = 8, **kwargs: Any) -> g.GenerationalTensorDictPrioritizedReplayBuffer:
+    """A prioritized buffer whose ring is full of first records."""
+    rb = prioritized(capacity, **kwargs)
+    rb.extend(records(capacity))
+    return rb
+
+
 def leaves(rb: Any) -> torch.Tensor:
     """What the sum tree holds for every cell."""
     return rb.sampler._sum_tree[torch.arange(rb.sampler.max_size)].clone()

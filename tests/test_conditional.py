@@ -9,18 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import buffer_state, leaves, plain_prioritized, prioritized, records, sampler_state
+from support import buffer_state, filled, leaves, plain_prioritized, prioritized, records, sampler_state
 from tensordict import TensorDict
 from torchrl.data import PrioritizedSampler, RandomSampler
 
 import torchrl_generational as g
 from torchrl_generational import UpdateResult
-
-
-def filled(capacity=8, **kwargs):
-    rb = prioritized(capacity, **kwargs)
-    rb.extend(records(capacity))
-    return rb
 
 
 def handles(rb, index):

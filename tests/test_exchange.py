@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from support import TIMEOUT, announce_blocked, buffer_state, leaves, prioritized, records, until_blocked_or_done
+from support import TIMEOUT, announce_blocked, buffer_state, filled, leaves, prioritized, records, until_blocked_or_done
 from tensordict import TensorDict
 from torchrl.data import (
     ConsumingSampler,
@@ -19,13 +19,6 @@ from torchrl.data import (
 )
 
 import torchrl_generational as g
-
-
-def filled(capacity=8, **kwargs):
-    rb = prioritized(capacity, **kwargs)
-    rb.extend(records(capacity))
-    return rb
-
 
 # ------------------------------------------------------------------ work in flight
 

@@ -10,6 +10,7 @@ from support import (
     TIMEOUT,
     announce_blocked,
     buffer_state,
+    filled,
     leaves,
     prioritized,
     records,
@@ -21,13 +22,6 @@ from torchrl.data import LazyTensorStorage, Sequence, TensorDictPrioritizedRepla
 from torchrl.envs.transforms import Transform
 
 import torchrl_generational as g
-
-
-def filled(capacity=8, **kwargs):
-    rb = prioritized(capacity, **kwargs)
-    rb.extend(records(capacity))
-    return rb
-
 
 # ------------------------------------------------------------------ updates from samples
 
