@@ -56,26 +56,23 @@ class TreeState:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> TreeState:
         """Reads :meth:`state_dict`, or the state of a TorchRL sampler, which holds its trees as objects."""
-        if "_sum_leaves" in state:
-            sums, minima = state["_sum_leaves"], state["_min_leaves"]
-            value, cell = state["_max_priority"]
-        else:
-            sum_tree, min_tree = state["_sum_tree"], state["_min_tree"]
-            cells = torch.arange(sum_tree.size)
-            sums, minima = read_leaves(sum_tree, cells), read_leaves(min_tree, cells)
-            value, cell = state["_max_priority"] or (None, None)
+        sums, minima = state["_sum_tree"], state["_min_tree"]
+        if not isinstance(sums, torch.Tensor):
+            cells = torch.arange(sums.size)
+            sums, minima = read_leaves(sums, cells), read_leaves(minima, cells)
+        value, cell = state["_max_priority"] or (None, None)
         numbers = _numbers({"_schema_version": 0} | state)
         return cls(
             sums, minima, numbers, (None if value is None else float(value), None if cell is None else int(cell))
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and numbers only."""
+        """Tensors and numbers only, under TorchRL's keys: the leaves stand where it has tree objects."""
         return {
             **self.numbers,
             "_max_priority": list(self.maximum),
-            "_sum_leaves": self.sums,
-            "_min_leaves": self.minima,
+            "_sum_tree": self.sums,
+            "_min_tree": self.minima,
         }
 
     @classmethod
