@@ -12,13 +12,13 @@ The two runs differ in that one call. They have the same seed and settings and r
 do not slow each other down.
 
 What to see: in the table, "rows put on another record" is large for raw and 0 for conditional, which refused rows of
-that kind instead; the plot shows both shares over time. They are not equal, because priorities that were updated
-differently draw different rows. Every transition carries a record id, and ids are compared and priorities updated in
-one hold of the storage's lock, so the counts are exact. They also check the package: the script fails if the
-conditional run wrote to another record or refused a row whose record was still there.
+that kind instead; the plot shows both shares over time. Every transition carries a record id, and ids are compared
+and priorities updated in one hold of the storage's lock, so the counts are exact. They also check the package: the
+script fails if the conditional run wrote to another record or refused a row whose record was still there.
 
-The seed fixes weights and environments, but not how the threads interleave, which also depends on the machine's load:
-numbers differ between runs, and the returns of one run of each do not show that either learns better.
+The seed fixes weights and environments, but not how the threads interleave. How many transitions are written per
+learner step depends on the machine and its load, and the shares with it, steeply: they differ between runs and need
+not be equal in the two modes. The returns of one run of each do not show that either learns better.
 
 Run ``python examples/delayed_learner.py``; ``--help`` lists the settings.
 """
