@@ -287,6 +287,23 @@ def test_no_sample_comes_between_the_stamps_and_the_data_of_a_write(actors, monk
     assert batch["index_generation"].tolist() == [1] * BATCH
 
 
+def test_no_sample_comes_between_the_parts_of_an_emptying(actors, monkeypatch):
+    """C16: stock samples trees that are empty from records that are not."""
+    world = World(prioritized(CAPACITY, batch_size=BATCH), True)
+    world.write(CAPACITY)
+    blocked = announce_blocked(world.rb.storage.lock, "learner")
+    gate = Gate(monkeypatch, world.rb.sampler, "_empty", after=True)
+    emptying = actors.start("writer", world.rb.empty)
+    assert gate.reached.wait(TIMEOUT)
+    sample = actors.start("learner", world.rb.sample)
+    until_blocked_or_done(blocked, sample)
+    assert not sample.done()
+    gate.open.set()
+    emptying.result(TIMEOUT)
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+        sample.result(TIMEOUT)
+
+
 def test_the_stamps_of_a_write_advance_before_its_data(actors, monkeypatch):
     """Even a reader that ignores the lock sees the old handle stale as soon as a byte has changed."""
     world = World(prioritized(CAPACITY, batch_size=BATCH), True)
