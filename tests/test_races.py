@@ -295,7 +295,7 @@ def test_no_sample_comes_between_the_parts_of_an_emptying(actors, monkeypatch):
     gate = Gate(monkeypatch, world.rb.sampler, "_empty", after=True)
     emptying = actors.start("writer", world.rb.empty)
     assert gate.reached.wait(TIMEOUT)
-    sample = actors.start("learner", world.rb.sample)
+    sample = actors.start("learner", lambda: world.rb._sample(BATCH))  # as a prefetching thread does
     until_blocked_or_done(blocked, sample)
     assert not sample.done()
     gate.open.set()
