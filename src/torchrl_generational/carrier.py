@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch.utils._pytree import tree_leaves
+
+from torchrl_generational.indexing import leading_shape
 
 __all__ = ["CARRIER_KEY", "follow"]
 
@@ -89,10 +90,8 @@ def _same_length(data: Any, result: Any) -> Any:
 
 def _length(data: Any) -> int | None:
     """Records along dim 0, where that can be said."""
-    for leaf in [data] if hasattr(data, "shape") else tree_leaves(data):
-        shape: Any = getattr(leaf, "shape", ())
-        return int(shape[0]) if len(shape) else None
-    return None
+    shape = leading_shape(data)
+    return shape[0] if shape else None
 
 
 def _expand_right(value: torch.Tensor, data: TensorDictBase) -> torch.Tensor:

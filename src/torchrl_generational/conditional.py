@@ -207,13 +207,17 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
 
     def _priority_sampler(self, method: str) -> PrioritizedSampler:
         """The sampler that owns the priorities."""
-        sampler = self._sampler if getattr(self, "_sync", True) else self.prioritized_sampler
+        sampler = self._drawing_sampler()
         if not isinstance(sampler, PrioritizedSampler):
             raise TypeError(
                 f"{type(self).__name__}.{method} needs a sampler with priorities, got {type(sampler).__name__}. Build "
                 "the buffer with sampler=GenerationalPrioritizedSampler(...), or use a prioritized buffer class."
             )
         return sampler
+
+    def _drawing_sampler(self) -> Any:
+        """The sampler that batches are drawn with; TorchRL keeps it apart from the writers' with ``sync=False``."""
+        return self._sampler if getattr(self, "_sync", True) else self.prioritized_sampler
 
     def _catch_up(self) -> None:
         """Gives records that other processes wrote their default priority (``sync=False``). Lock held."""

@@ -246,6 +246,11 @@ class SupportsGenerations(Protocol):
 
     The storage promises that every road by which a slot receives a new record (its ``set``, and ``_empty`` and loads,
     which replace all records) advances the stamps first. It does not lock; buffers hold :attr:`lock` around it.
+
+    Example:
+        >>> from torchrl_generational import GenerationalLazyTensorStorage
+        >>> isinstance(GenerationalLazyTensorStorage(4), SupportsGenerations)
+        True
     """
 
     @property
@@ -267,7 +272,13 @@ class SupportsGenerations(Protocol):
 
 @runtime_checkable
 class TracksGenerations(Protocol):
-    """What a writer offers: TorchRL's own two names."""
+    """What a writer offers: TorchRL's own two names.
+
+    Example:
+        >>> from torchrl_generational import GenerationalRoundRobinWriter
+        >>> isinstance(GenerationalRoundRobinWriter(), TracksGenerations)
+        True
+    """
 
     @property
     def tracks_generations(self) -> bool:

@@ -12,8 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["Handles", "as_int64", "cells_of", "keep_last", "normalise_handles", "rows_of", "rows_written"]
+__all__ = [
+    "Handles",
+    "as_int64",
+    "as_rows",
+    "bounds_of",
+    "cells_of",
+    "keep_last",
+    "leading_shape",
+    "normalise_handles",
+    "rows_of",
+    "rows_written",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +258,21 @@ def _rows_in(rows: torch.Tensor, num_rows: int) -> slice | torch.Tensor:
         if (array[1:] - array[:-1] == 1).all():
             return slice(low, high + 1)
     return rows
+
+
+def as_rows(written: int | slice | torch.Tensor, num_rows: int) -> torch.Tensor:
+    """What :func:`rows_written` returned, as an int64 tensor. O(rows named)."""
+    if isinstance(written, torch.Tensor):
+        return written
+    start, stop, step = (written if isinstance(written, slice) else slice(written, written + 1)).indices(num_rows)
+    return torch.arange(start, max(start, stop), step)
+
+
+def leading_shape(data: Any) -> tuple[int, ...]:
+    """Shape of ``data``, or of the first leaf of a pytree; ``()`` where there is none."""
+    for leaf in [data] if hasattr(data, "shape") else tree_leaves(data):
+        return tuple(getattr(leaf, "shape", ()))
+    return ()
 
 
 def keep_last(cells: torch.Tensor) -> torch.Tensor | None:

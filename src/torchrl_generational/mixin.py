@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from tensordict import is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
-from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers import (
     PrioritizedReplayBuffer,
     ReplayBuffer,
@@ -22,7 +21,7 @@ from torchrl_generational.carrier import follow
 from torchrl_generational.checkpoints import CheckedCheckpoints
 from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
-from torchrl_generational.indexing import rows_of, rows_written
+from torchrl_generational.indexing import as_rows, leading_shape, rows_of, rows_written
 from torchrl_generational.parts import BufferParts
 
 __all__ = ["GenerationalReplayBufferMixin"]
@@ -111,8 +110,7 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
         with self._exclusive():
             storage = self._storage
             self._catch_up()
-            sampler = self._sampler if getattr(self, "_sync", True) else self.prioritized_sampler
-            index, info = sampler.sample(storage, batch_size)
+            index, info = self._drawing_sampler().sample(storage, batch_size)
             if self._sample_unit is not None:
                 index, info = self._sample_unit.expand(index, info, storage)
                 if "anchor_index" in info:
@@ -156,12 +154,12 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
 
     def _add(self, data: Any) -> Any:
         with self._exclusive():
-            self._check_rounding(_batch_shape(data)[: self._storage.ndim - 1])
+            self._check_rounding(leading_shape(data)[: self._storage.ndim - 1])
             return super()._add(data)
 
     def _extend(self, data: Any, *, update_priority: bool = True) -> torch.Tensor:
         with self._exclusive():
-            shape = list(_batch_shape(data)[: self._storage.ndim])
+            shape = list(leading_shape(data)[: self._storage.ndim])
             if len(shape) > self.dim_extend:
                 del shape[self.dim_extend]
             self._check_rounding(shape)
@@ -183,10 +181,8 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
                 rows = self._rows_viewed(index)
                 storage.slot_generations.advance(rows)
             else:
-                written = rows_written(
-                    index if self.dim_extend == 0 else slice(None), storage.slot_generations.num_rows
-                )
-                rows = torch.arange(storage.slot_generations.num_rows)[written].reshape(-1)
+                num_rows = storage.slot_generations.num_rows
+                rows = as_rows(rows_written(index if self.dim_extend == 0 else slice(None), num_rows), num_rows)
             super().__setitem__(index, value)
             rows = rows[rows < storage._len_along_dim0]
             inner = torch.arange(storage.generations.shape[1:].numel())
@@ -267,10 +263,3 @@ def _on_device_of(index: Any, storage: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in index)
     return index.to(device) if isinstance(index, torch.Tensor) else index
-
-
-def _batch_shape(data: Any) -> tuple[int, ...]:
-    """The leading dimensions of data about to be written, as far as a storage looks at them."""
-    for leaf in [data] if hasattr(data, "shape") else tree_leaves(data):
-        return tuple(getattr(leaf, "shape", ()))
-    return ()

@@ -63,9 +63,13 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             if self.shared:
                 self._storage.lock.share()
 
+    def _with_learners(self, sampler: Any) -> tuple[Any, Any]:
+        """``sampler``, and the one that TorchRL keeps for the learner with ``sync=False`` (else ``None``)."""
+        return sampler, self.__dict__.get("_prioritized_sampler")
+
     def _lend_lock(self) -> None:
         """Lets the samplers hold the storage's lock where they change their trees on their own (annealing)."""
-        for sampler in (self._sampler, self.__dict__.get("_prioritized_sampler")):
+        for sampler in self._with_learners(self._sampler):
             if isinstance(sampler, GenerationalPrioritizedSampler):
                 sampler.lock = self._storage.lock
 
@@ -109,7 +113,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 f"{user} needs a writer that tracks generations, got {type(writer).__name__}. Use "
                 "GenerationalRoundRobinWriter or GenerationalTensorDictRoundRobinWriter."
             )
-        for candidate in (sampler, self.__dict__.get("_prioritized_sampler")):
+        for candidate in self._with_learners(sampler):
             if isinstance(candidate, GenerationalPrioritizedSampler):
                 candidate.fit(storage)
             if isinstance(candidate, PrioritizedSampler):
@@ -122,7 +126,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             return
         row = math.prod(inner)
         cells = -(-storage.max_size // row) * row
-        for sampler in (self._sampler, self.__dict__.get("_prioritized_sampler")):
+        for sampler in self._with_learners(self._sampler):
             grows = isinstance(sampler, GenerationalPrioritizedSampler)
             if isinstance(sampler, PrioritizedSampler) and not grows and cells > sampler._max_capacity:
                 raise ValueError(

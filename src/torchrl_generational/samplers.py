@@ -197,8 +197,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         self._maybe_init_from_storage(storage)
         if storage is not None and storage.ndim > 1:
             self.fit(storage)
-        cells = self._cells(index, storage)
-        low, _ = bounds_of(cells)
+        cells, ignored = self._cells(index, storage)
         values = checked_priority(self, priority)
         if values.numel() == 1:
             values = values.reshape(())
@@ -209,7 +208,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             )
         else:
             values = values.reshape(-1)
-        if low < 0:  # rows to ignore
+        if ignored:
             real = cells >= 0
             cells = cells[real]
             values = values[real] if values.ndim else values
@@ -224,8 +223,8 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
                 cells = cells[cells < len(storage)]
         self.update_priority(cells, self.default_priority, storage=storage)
 
-    def _cells(self, index: Any, storage: Storage | None) -> torch.Tensor:
-        """``index`` as flat cells ``[M]``, -1 where the row is to be ignored."""
+    def _cells(self, index: Any, storage: Storage | None) -> tuple[torch.Tensor, bool]:
+        """``index`` as flat cells ``[M]``, -1 where the row is to be ignored, and whether there are such rows."""
         cells = as_int64("index", index, self.device)
         limit, place = self._max_capacity, "the tree's capacity"
         if cells.ndim > 1:
@@ -255,7 +254,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             raise IndexError(
                 f"index {wrong} is outside [0, {limit}), {place}. Nothing was updated. Pass the index of a sample."
             )
-        return cells
+        return cells, low < 0
 
     @property
     def alpha(self) -> float:

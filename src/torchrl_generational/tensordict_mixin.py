@@ -30,6 +30,12 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
     priority in one section, so that no other thread sees the one without the other.
 
     Thread safety, arguments and errors as :class:`GenerationalReplayBufferMixin`.
+
+    Example:
+        >>> class MyBuffer(GenerationalTensorDictReplayBufferMixin, TensorDictReplayBuffer):
+        ...     pass
+        >>> type(MyBuffer(batch_size=4).writer).__name__
+        'GenerationalTensorDictRoundRobinWriter'
     """
 
     _default_writer: type[Writer] = GenerationalTensorDictRoundRobinWriter
