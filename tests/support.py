@@ -53,8 +53,12 @@ def filled(capacity: int = 8, **kwargs: Any) -> g.GenerationalTensorDictPrioriti
 
 
 def leaves(rb: Any) -> torch.Tensor:
-    """What the sum tree holds for every cell."""
-    return rb.sampler._sum_tree[torch.arange(rb.sampler.max_size)].clone()
+    """What the sum tree holds for every cell, in the dtype of the priorities."""
+    sampler = rb.sampler
+    dtype = torch.float64 if sampler.dtype == torch.float64 else torch.float32
+    held = sampler._sum_tree[torch.arange(sampler.max_size)]
+    assert torch.equal(held, held.to(dtype).double())  # float64 sums, but leaves of this dtype
+    return held.to(dtype)
 
 
 def sampler_state(rb: Any) -> tuple[Any, ...]:

@@ -412,5 +412,5 @@ def test_annealing_alpha_rewrites_the_leaves():
     rb.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
     rb.sampler.alpha = 0.5
     assert torch.allclose(leaves(rb), torch.arange(1.0, 9.0).sqrt())
-    with pytest.raises(ValueError, match="alpha must be greater or equal than 0"):
+    with pytest.raises(ValueError, match="alpha must be greater or equal to 0"):
         rb.sampler.alpha = -1.0

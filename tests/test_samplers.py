@@ -42,22 +42,6 @@ def test_a_storage_without_stamps_is_refused_when_it_is_sampled():
         rb.sample()
 
 
-@pytest.mark.parametrize("generator", [True, False])
-def test_the_draws_are_those_of_the_stock_sampler(generator):
-    ours, stock = g.GenerationalPrioritizedSampler(64, 0.7, 0.5), PrioritizedSampler(64, 0.7, 0.5)
-    storage = g.GenerationalLazyTensorStorage(64)
-    storage.set(range(64), torch.arange(64))
-    priority = torch.rand(64)
-    drawn = []
-    for sampler in (ours, stock):
-        np.random.seed(3)
-        sampler._rng = torch.Generator().manual_seed(3) if generator else None
-        sampler.update_priority(torch.arange(64), priority, storage=storage)
-        index, info = sampler.sample(storage, 256)
-        drawn.append((index.tolist(), info["priority_weight"].tolist()))
-    assert drawn[0] == drawn[1]
-
-
 def test_the_last_of_two_values_for_one_slot_is_the_only_one_the_maximum_sees():
     """C05."""
     rb = filled()

@@ -10,9 +10,10 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.indexing import as_int64, normalise_handles
+from torchrl_generational.leaves import store_priorities
 from torchrl_generational.priorities import match_shape
 from torchrl_generational.result import UpdateResult
-from torchrl_generational.samplers import checked_priority, has_own_update, store_priorities
+from torchrl_generational.samplers import checked_priority, has_own_update
 
 __all__ = ["ConditionalUpdates"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_generational.draws import draw
 from torchrl_generational.generations import GENERATION_KEY, generations_on
-from torchrl_generational.indexing import as_int64, bounds_of, cells_of, keep_last, rows_of
+from torchrl_generational.indexing import as_int64, bounds_of, cells_of, rows_of
+from torchrl_generational.leaves import largest_but, retransform, store_priorities
 from torchrl_generational.priorities import as_priority, largest_priority
-from torchrl_generational.trees import TreeState, read_leaves, tree_dtype
+from torchrl_generational.trees import TreeState, double_sums, read_leaves, tree_dtype, write_leaves
 
-__all__ = ["GenerationalPrioritizedSampler", "check_capacity", "store_priorities"]
+__all__ = ["GenerationalPrioritizedSampler", "check_capacity", "checked_priority", "has_own_update"]
 
 
 def check_capacity(sampler: PrioritizedSampler, storage: Any) -> None:
@@ -45,41 +48,9 @@ def checked_priority(sampler: PrioritizedSampler, priority: Any, *, name: str = 
     return as_priority(priority, dtype=dtype, device=sampler.device, most=most, name=name)
 
 
-def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
-    """Writes checked priorities to checked cells. The caller holds the storage's lock.
-
-    Where a cell stands more than once, the last row wins, and the running maximum sees only that one. Otherwise the
-    sampler is left bit for bit as TorchRL's ``update_priority`` leaves it.
-
-    Args:
-        sampler: any prioritized sampler.
-        cells: int64 ``[M]`` within the sampler's capacity.
-        priority: 0-d or ``[M]``, of the tree's dtype, finite and >= 0.
-    """
-    if not cells.numel():
-        return
-    maximum, where = sampler._max_priority
-    highest = priority.max() if priority.ndim else priority
-    if maximum is None or bool(highest > maximum):
-        # only a row that raises the maximum can raise it wrongly: look for repeated cells then
-        keep = keep_last(cells) if priority.ndim else None
-        if keep is not None:
-            cells, priority = cells[keep], priority[keep]
-        highest, row = priority.max(0)
-        if maximum is None or bool(highest > maximum):
-            maximum, where = sampler._max_priority = (highest, cells[row])
-    if sampler.device.type != "cpu":
-        PrioritizedSampler.update_priority(sampler, cells, priority)
-        return
-    # NumPy views take half the time of tensors here, but the trees read them as if they were contiguous.
-    leaf = torch.pow(priority + sampler._eps, sampler._alpha).contiguous().numpy()
-    index = cells.contiguous().numpy()
-    sampler._sum_tree[index] = leaf if priority.ndim else float(leaf)
-    sampler._min_tree[index] = leaf if priority.ndim else float(leaf)
-    tracked = sampler._max_priority_within_buffer and sampler._alpha != 0 and where is not None
-    if tracked and bool((cells == where).any()):
-        highest, row = sampler._tree_argmax()  # of transformed values
-        sampler._max_priority = ((highest ** (1.0 / sampler._alpha) - sampler._eps).clamp_min(0), row)
+def _check_exponent(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be greater or equal to 0 and finite, got {name}={value}.")
 
 
 def has_own_update(sampler: PrioritizedSampler) -> bool:
@@ -122,6 +93,30 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
     #: The lock of the storage that a buffer uses this sampler on; set by the buffer.
     lock: Any = contextlib.nullcontext()
 
+    # TorchRL's; guarded by lock
+    _alpha: float
+    _beta: float
+    _max_priority: tuple[Any, Any]
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
+            _check_exponent(name, value)
+        super().__init__(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, device)
+
+    def _init(self) -> None:
+        super()._init()
+        double_sums(self)
+
     @classmethod
     def like(cls, sampler: PrioritizedSampler) -> GenerationalPrioritizedSampler:
         """A sampler of this class with the configuration of ``sampler`` and no priorities. O(capacity)."""
@@ -152,29 +147,19 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         self.fit(storage)
         if len(storage) > self._max_capacity:
             check_capacity(self, storage)
-        if self._rng is not None and self.device.type == "cpu" and tree_dtype(self) == torch.float64:
-            index, info = self._sample_double(storage, batch_size)
-        else:
+        self._maybe_init_from_storage(storage)
+        if self.device.type != "cpu":
             index, info = super().sample(storage, batch_size)
+        else:
+            num_cells = len(storage)
+            if not num_cells:
+                raise RuntimeError("Cannot sample from an empty storage.")
+            index, weight = draw(self, num_cells, batch_size)
+            info = {"priority_weight": weight}
+            if storage.ndim > 1:
+                index = torch.unravel_index(index, storage.shape)
         info[GENERATION_KEY] = generations.lookup(rows_of(index))
         return index, info
-
-    def _sample_double(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """The draw from float64 trees with a generator, where TorchRL hands them a float32 mass and fails.
-
-        Inverse-transform sampling: a mass uniform in ``[0, total)`` falls into the cell whose cumulative priority
-        first exceeds it.
-        """
-        num_cells = len(storage)
-        if not num_cells:
-            raise RuntimeError("Cannot sample from an empty storage.")
-        total, least = self._sum_tree.query(0, num_cells), self._min_tree.query(0, num_cells)
-        if not (total > 0 and least > 0):
-            raise RuntimeError(f"Cannot sample by priority: their sum is {total} and the smallest {least}.")
-        mass = torch.rand(batch_size, generator=self._rng, dtype=torch.float64) * total
-        cells = self._sum_tree.scan_lower_bound(mass).clamp_max_(num_cells - 1)
-        weight = (self._sum_tree[cells] / least) ** -self._beta
-        return torch.unravel_index(cells, storage.shape) if storage.ndim > 1 else cells, {"priority_weight": weight}
 
     @torch.no_grad()
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
@@ -221,7 +206,15 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             cells = cells.reshape(-1)
             if bounds_of(cells)[1] >= len(storage):
                 cells = cells[cells < len(storage)]
+        where = self._max_priority[1]
+        if self._max_priority_within_buffer and self._alpha != 0 and where is not None:
+            flat, _ = self._cells(cells, storage)
+            if bool((flat == where).any()):  # the record with the largest priority is gone
+                self._max_priority = largest_but(self, flat[flat >= 0])
         self.update_priority(cells, self.default_priority, storage=storage)
+
+    def _maybe_erase_max_priority(self, index: Any) -> None:
+        """Nothing left to do: :meth:`mark_update` looked for the next largest. TorchRL starts again at 1."""
 
     def _cells(self, index: Any, storage: Storage | None) -> tuple[torch.Tensor, bool]:
         """``index`` as flat cells ``[M]``, -1 where the row is to be ignored, and whether there are such rows."""
@@ -264,8 +257,23 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
 
     @alpha.setter
     def alpha(self, value: float) -> None:
+        _check_exponent("alpha", value)
         with self.lock:
-            PrioritizedSampler.alpha.fset(self, value)
+            if value != self._alpha:
+                retransform(self, self._alpha, value)
+            self._alpha = value
+
+    @property
+    def beta(self) -> float:
+        """The exponent of the importance weights. Setting it holds the lock of the storage. O(1)."""
+        beta: float = self._beta
+        return beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        _check_exponent("beta", value)
+        with self.lock:
+            self._beta = value
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
@@ -315,9 +323,9 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
     def grow(self, excess: int) -> None:
         """Makes room for ``excess`` more cells. O(capacity)."""
         cells = torch.arange(self._max_capacity, device=self.device)
-        sums, minima = read_leaves(self._sum_tree, cells), read_leaves(self._min_tree, cells)
+        leaves = read_leaves(self._sum_tree, cells).to(tree_dtype(self))
         maximum = self.__dict__["_max_priority"]
         self._max_capacity += excess
         self._init()
-        self._sum_tree[cells], self._min_tree[cells] = sums, minima
+        write_leaves(self, cells, leaves)
         self._max_priority = maximum

@@ -1,0 +1,57 @@
+"""Drawing by priority: from the sums of a sampler's trees to cells and importance weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["draw"]
+
+
+def draw(sampler: Any, num_cells: int, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws cells below ``num_cells`` in proportion to their leaves, with replacement. O(batch log capacity).
+
+    Inverse-transform sampling: a mass uniform in ``(0, total]`` falls into the first cell whose cumulative sum
+    reaches it. Mass and sums are float64, whatever the dtype of the priorities: 24 bits cannot tell the neighbours of
+    a ring of a million apart. Randomness comes from the sampler's generator, else from torch's global one.
+
+    Args:
+        sampler: a prioritized sampler on the CPU; the caller holds the storage's lock.
+        num_cells: the storage's length.
+        batch_size: number of draws.
+
+    Returns:
+        Cells, int64 ``[batch_size]``, none of them with a leaf of zero; and the weights
+        ``(leaf / smallest positive leaf) ** -beta`` of the same shape, in the dtype of the priorities.
+
+    Raises:
+        RuntimeError: if no cell has a positive leaf.
+    """
+    sums = sampler._sum_tree
+    total = sums.query(0, num_cells)
+    if not total > 0:
+        raise RuntimeError(
+            f"Cannot sample by priority: those of all {num_cells} records are zero. Update one of them, or give the "
+            "sampler eps > 0."
+        )
+    cells, leaf = _landing(sums, total, sampler._rng, batch_size)
+    missed = (leaf == 0) | (cells >= num_cells)
+    while missed.any():  # only where rounding carries a mass over the end of the sums
+        again = np.flatnonzero(missed)
+        cells[again], leaf[again] = _landing(sums, total, sampler._rng, len(again))
+        missed = (leaf == 0) | (cells >= num_cells)
+    least = sampler._min_tree.query(0, num_cells)
+    exact = torch.from_numpy(leaf)
+    weight = exact.to(torch.float64 if sampler.dtype in (torch.float64, torch.DoubleTensor) else torch.float32)
+    return torch.from_numpy(cells), torch.pow(weight / least, -sampler._beta)
+
+
+def _landing(
+    sums: Any, total: float, generator: torch.Generator | None, count: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Where ``count`` masses fall, and the leaves there."""
+    uniform = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
+    cells = np.atleast_1d(sums.scan_lower_bound((1.0 - uniform) * total))
+    return cells, np.atleast_1d(sums[np.minimum(cells, sums.size - 1)])
