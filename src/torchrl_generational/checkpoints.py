@@ -1,4 +1,4 @@
-"""Restoring a buffer: everything that can be checked is checked before anything is replaced."""
+"""Saving and restoring a buffer: everything that can be checked is checked before anything is replaced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict, is_tensor_collection
 from torchrl.data.replay_buffers import ReplayBuffer
+from torchrl.data.replay_buffers.checkpointers import H5StorageCheckpointer
 
+from torchrl_generational import manifest
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.trees import TreeState
 
@@ -21,7 +23,7 @@ _Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
 
 
 class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
-    """The loads of :class:`GenerationalReplayBufferMixin`, which supplies storage and lock."""
+    """The checkpoints of :class:`GenerationalReplayBufferMixin`, which supplies storage and lock."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state of this class, or of the TorchRL class behind it. See *Guarantees* for its handles.
@@ -41,29 +43,72 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                     self._check_priorities(TreeState.from_state_dict(state_dict["_sampler"]))
                 super().load_state_dict(state_dict)
 
+    def dumps(self, path: str | Path) -> None:
+        """Saves the buffer in TorchRL's layout, with a manifest written last.
+
+        Whenever the process is killed, :meth:`loads` finds the previous checkpoint of that directory or the new one,
+        never a mixture. (Not after a power cut: nothing is flushed to the disk here.) Until it is complete, the new one
+        takes room beside the old one. Other entries of the directory stay.
+
+        Where the directory holds the storage itself (``scratch_dir`` of a memory-mapped storage is its ``storage``
+        folder) nothing can be kept: a killed process leaves an incomplete checkpoint, and since records may be
+        written after :meth:`dumps`, all handles are stale after loading it.
+
+        Args:
+            path: an existing directory, or one to make in an existing directory. One process at a time uses it.
+        """
+        self._ready()
+        path = Path(path).absolute()
+        path.mkdir(exist_ok=True)
+        with self._futures_lock:
+            if self._lies_in(path / "storage"):
+                manifest.begin_in_place(path)
+                super().dumps(path)
+                manifest.complete_in_place(path)
+            else:
+                super().dumps(manifest.stage(path))
+                manifest.commit(path)
+
+    def _lies_in(self, folder: Path) -> bool:
+        """Whether the storage's own files are those in ``folder``."""
+        data: Any = getattr(self._storage, "_storage", None)
+        if not is_tensor_collection(data) or not data.is_memmap() or not data.saved_path:
+            return False
+        return bool(Path(data.saved_path).resolve() == folder.resolve())
+
     def loads(self, path: str | Path) -> None:
         """Takes over what ``dumps`` of this class, or of the TorchRL class behind it, saved at ``path``.
 
         Raises:
             FileNotFoundError: if a part is missing; nothing has changed then.
-            ValueError: if capacity, shapes or priorities do not fit; nothing has changed then.
+            ValueError: if parts are torn or do not belong together, come from a later version, or do not fit
+                (capacity, shapes, priorities); nothing has changed then.
         """
         self._ready()
         path = Path(path).absolute()
-        for part in ("buffer_metadata.json", "storage/storage_metadata.json", "writer/metadata.json"):
-            if not (path / part).exists():
-                raise FileNotFoundError(f"{path} is not a complete checkpoint of a buffer: {part} is missing.")
         with self._futures_lock:
             self.synchronize()
+            manifest.settle(path)
+            records_may_be_newer = manifest.verify(path)
             with self._exclusive():
-                storage = json.loads((path / "storage" / "storage_metadata.json").read_text())
-                if not storage["is_pytree"]:
-                    self._check_records(_leaves(TensorDict.load_memmap(path / "storage")), storage["len"])
+                self._check_stored_records(path / "storage")
                 saved = json.loads((path / "writer" / "metadata.json").read_text()).get("generation_shape")
                 self._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
                 if isinstance(self._sampler, GenerationalPrioritizedSampler):
                     self._check_priorities(TreeState.from_path(path / "sampler"))
                 super().loads(path)
+                if records_may_be_newer:
+                    self._storage.slot_generations.replaced(int(self._storage._len_along_dim0 or 0))
+
+    def _check_stored_records(self, folder: Path) -> None:
+        if not (folder / "storage_metadata.json").exists():
+            if isinstance(self._storage.checkpointer, H5StorageCheckpointer):
+                return
+            raise FileNotFoundError(f"{folder.parent} is not a complete checkpoint: storage_metadata.json is missing.")
+        metadata = json.loads((folder / "storage_metadata.json").read_text())
+        compressed = bool(getattr(self._storage.checkpointer, "_load_hooks", None))
+        if not metadata["is_pytree"] and not compressed and metadata["len"]:
+            self._check_records(_leaves(TensorDict.load_memmap(folder)), metadata["len"])
 
     def _check_records(self, saved: dict[str, torch.Tensor], length: int) -> None:
         storage = self._storage

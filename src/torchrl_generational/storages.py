@@ -6,6 +6,7 @@ The storage is the only place where stamps advance: every road by which a slot r
 
 from __future__ import annotations
 
+import json
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,9 @@ from torchrl_generational.indexing import keep_last, rows_written
 from torchrl_generational.locks import StorageLock
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
+
+_METADATA = "storage_metadata.json"  # TorchRL's
+_NOTHING = "never_written"  # in it: saved before the first write
 
 # A plain class, which stands in front of one of TorchRL's.
 _Base: Any = TensorStorage if TYPE_CHECKING else object
@@ -182,9 +186,21 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
         super().load_state_dict(state_dict)
         self._replaced()
 
+    def dumps(self, path: str | Path) -> None:
+        """Saves the records as TorchRL does, and also a storage without any."""
+        if self.initialized:
+            super().dumps(path)
+            return
+        Path(path).mkdir(exist_ok=True)
+        (Path(path) / _METADATA).write_text(json.dumps({"metadata": {}, "is_pytree": False, "len": 0, _NOTHING: True}))
+
     def loads(self, path: str | Path) -> None:
         """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
-        super().loads(path)
+        metadata = Path(path) / _METADATA
+        if metadata.exists() and json.loads(metadata.read_text()).get(_NOTHING):
+            self._empty()  # TorchRL's storage has no way back to one that knows no shapes
+        else:
+            super().loads(path)
         self._replaced()
 
     def _replaced(self) -> None:

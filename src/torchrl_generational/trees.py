@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tensordict import MemoryMappedTensor
 from torchrl._torchrl import SumSegmentTreeFp64
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 __all__ = ["TreeState", "double_sums", "read_leaves", "tree_dtype", "write_leaves"]
 
@@ -126,12 +127,18 @@ class TreeState:
         """Refuses a state that does not fit ``sampler``; nothing has changed then.
 
         Raises:
-            ValueError: for another capacity, or leaves or exponents that no sampler can have.
+            ValueError: for a later version, another capacity, or leaves or exponents that no sampler can have.
         """
         if self.sums.shape != self.minima.shape or self.sums.numel() != sampler._max_capacity:
             raise ValueError(
                 f"The checkpoint holds the priorities of {self.sums.numel()} slots but this sampler has "
                 f"max_capacity={sampler._max_capacity}. Load it into a buffer of the capacity that it was saved from."
+            )
+        known = PrioritizedSampler._STATE_SCHEMA_VERSION
+        if self.numbers["_schema_version"] > known:
+            raise ValueError(
+                f"The checkpoint holds a sampler state of schema version {self.numbers['_schema_version']}, and this "
+                f"version reads up to {known}. Load it with the version of TorchRL that wrote it, or a later one."
             )
         exponents = [self.numbers[name] for name in ("_alpha", "_beta", "_eps")]
         if not all(0 <= number < float("inf") for number in exponents):
