@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from support import buffer_state, leaves, plain_prioritized, prioritized, records, sampler_state
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torchrl.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -332,13 +332,24 @@ def misfits():
     small, large = prioritized(4), prioritized(64)
     small.extend(records(3))
     large.extend(records(20))
-    return {"smaller": small, "larger": large, "another shape": other_shape}
+    more, fewer = prioritized(8), prioritized(8)
+    more.extend(records(8, y=torch.zeros(8)))
+    fewer.extend(TensorDict({"y": torch.zeros(8)}, [8]))
+    return {"smaller": small, "larger": large, "another shape": other_shape, "more": more, "other entries": fewer}
 
 
 @pytest.mark.parametrize("how", ["state_dict", "dumps"])
 @pytest.mark.parametrize(
     ("kind", "fresh"),
-    [("smaller", True), ("smaller", False), ("larger", True), ("larger", False), ("another shape", False)],
+    [
+        ("smaller", True),
+        ("smaller", False),
+        ("larger", True),
+        ("larger", False),
+        ("another shape", False),
+        ("more", False),
+        ("other entries", False),
+    ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_replaced(how, kind, fresh, tmp_path):
     """C11: stock takes a smaller one, and its tree shrinks."""
@@ -421,5 +432,44 @@ def test_prefetched_batches_in_a_checkpoint_keep_their_handles():
         sample = target.sample().set("td_error", torch.full((8,), 2.0))
         result = target.update_tensordict_priority_if_present(sample)
         assert torch.equal(result.stale_mask, sample["index"] < 5)
+    for buffer in (rb, target):
+        buffer.shutdown()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("kind", ["tensors", "nested", "objects", "plain"])
+def test_a_state_dict_is_tensors_and_numbers_whatever_it_carries(prefetch, kind):
+    """C14, prefetched batches included."""
+    if kind == "plain":
+        rb, target = plain_prioritized(8, prefetch=prefetch), plain_prioritized(8, prefetch=prefetch)
+        rb.extend(torch.arange(8))
+    else:
+        rb, target = prioritized(8, prefetch=prefetch), prioritized(8, prefetch=prefetch)
+        data = records(8)
+        if kind == "nested":
+            data["inner"] = TensorDict({"y": torch.rand(8, 2)}, [8, 2])
+        if kind == "objects":
+            data["text"] = NonTensorStack(*"abcdefgh")
+        rb.extend(data)
+    rb.sample()
+    file = io.BytesIO()
+    torch.save(rb.state_dict(), file)
+    file.seek(0)
+    target.load_state_dict(torch.load(file, weights_only=True))
+    for _ in range(prefetch + 1):
+        (theirs, theirs_info), (ours, ours_info) = (buffer.sample(return_info=True) for buffer in (rb, target))
+        assert torch.equal(theirs_info["index"], ours_info["index"])
+        if kind == "plain":
+            assert torch.equal(theirs, ours)
+        else:
+            assert (
+                theirs.select("x", "index", "index_generation") == ours.select("x", "index", "index_generation")
+            ).all()
+            assert theirs.batch_size == ours.batch_size
+            assert theirs.is_locked == ours.is_locked
+        if kind == "nested":
+            assert ours["inner"].batch_size == (8, 2)
+        if kind == "objects":
+            assert list(theirs["text"]) == list(ours["text"])
     for buffer in (rb, target):
         buffer.shutdown()

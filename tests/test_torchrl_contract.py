@@ -42,7 +42,17 @@ def relies(condition: bool, on: str, used_in: str) -> None:
         (PrioritizedReplayBuffer, ["_catch_up_prioritized_sampler", "prioritized_sampler"], "conditional"),
         (TensorStorage, ["_total_shape", "_len_along_dim0", "_max_size_along_dim0", "_empty", "set"], "storages"),
         (RoundRobinWriter, ["_bump_generation", "_generation", "_cursor", "_write_count", "_empty"], "writers"),
-        (PrioritizedSampler, ["_maybe_init_from_storage", "_init", "_max_priority"], "samplers"),
+        (
+            PrioritizedSampler,
+            ["_maybe_init_from_storage", "_init", "_max_priority", "_maybe_erase_max_priority"],
+            "samplers",
+        ),
+        (PrioritizedSampler, ["_STATE_SCHEMA_VERSION"], "trees"),
+        (
+            ReplayBuffer,
+            ["_clone_prefetch_result", "_validate_prefetch_state", "_load_prefetch_state", "set_rng", "write_all"],
+            "checkpoints",
+        ),
     ],
 )
 def test_the_hooks_that_are_overridden_or_called_exist(owner, names, used_in):
@@ -64,6 +74,33 @@ def test_a_buffer_keeps_its_parts_under_the_names_used_here():
     ]
     for name in [*names, "_write_lock", "_futures_lock", "_prefetch_queue", "_init_storage", "_init_sampler"]:
         relies(name in vars(rb), f"the buffer attribute {name}", "mixin")
+
+
+def test_a_checkpoint_of_a_buffer_has_the_parts_known_here(tmp_path):
+    rb = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=1.0, storage=LazyTensorStorage(4), batch_size=2, prefetch=1, generator=torch.Generator()
+    )
+    rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    rb.sample()
+    rb.dumps(tmp_path)
+    known = {"storage", "sampler", "writer", "rng_state", "buffer_metadata.json", "prefetch.pkl"}
+    found = {entry.name for entry in tmp_path.iterdir()}
+    relies(found == known, f"checkpoints of {sorted(known)}", "manifest")
+    relies((tmp_path / "storage" / "storage_metadata.json").exists(), "storage_metadata.json", "storages")
+    state = rb.state_dict()
+    parts = {"_storage", "_sampler", "_writer", "_transforms", "_batch_size", "_rng", "_prefetch_state"}
+    relies(parts < set(state), f"state dicts of {sorted(parts)}", "checkpoints")
+    relies({"queue", "capacity", "version"} == set(state["_prefetch_state"]), "a prefetch state", "checkpoints")
+    rb.shutdown()
+
+
+def test_a_double_sum_tree_exists_and_scans_to_the_first_cell_whose_cumulative_sum_reaches_the_mass():
+    from torchrl._torchrl import SumSegmentTreeFp64
+
+    tree = SumSegmentTreeFp64(5)
+    tree[np.arange(5)] = np.array([0.0, 1.0, 0.0, 2.0, 0.0])
+    landed = tree.scan_lower_bound(np.array([1e-300, 1.0, 1.5, 3.0, 3.5])).tolist()
+    relies(landed == [1, 1, 3, 3, 5], "a sum tree whose scan never stops at a leaf of zero", "draws.draw")
 
 
 def test_a_buffer_asks_for_its_parts_through_the_makers():
@@ -105,17 +142,15 @@ def test_a_tree_takes_the_last_of_repeated_writes_and_recomputes_its_total(dtype
     sampler = PrioritizedSampler(8, 1.0, 1.0, eps=0.0, dtype=dtype)
     sampler._sum_tree[torch.tensor([1, 1, 2])] = torch.tensor([9.0, 3.0, 4.0], dtype=dtype)
     held = sampler._sum_tree[torch.arange(4)].tolist()
-    relies(
-        held == [0, 3, 4, 0], "trees in which the last of several writes to a leaf wins", "samplers.store_priorities"
-    )
-    relies(sampler._sum_tree.query(0, 8) == 7, "a root that is the sum of the leaves", "samplers.store_priorities")
+    relies(held == [0, 3, 4, 0], "trees in which the last of several writes to a leaf wins", "leaves.store_priorities")
+    relies(sampler._sum_tree.query(0, 8) == 7, "a root that is the sum of the leaves", "leaves.store_priorities")
 
 
 def test_raw_maximum_and_transformed_leaf_keep_their_domains():
     sampler = PrioritizedSampler(8, 0.5, 1.0, eps=0.0)
     sampler.update_priority(torch.tensor([1]), torch.tensor([4.0]))
-    relies(float(sampler._max_priority[0]) == 4.0, "a raw running maximum", "samplers.store_priorities")
-    relies(float(sampler._sum_tree[1]) == 2.0, "leaves (priority + eps) ** alpha", "priorities.check_leaf")
+    relies(float(sampler._max_priority[0]) == 4.0, "a raw running maximum", "leaves.store_priorities")
+    relies(float(sampler._sum_tree[1]) == 2.0, "leaves (priority + eps) ** alpha", "leaves.store_priorities")
 
 
 def test_a_writer_finds_its_stamps_on_the_storage_under_the_name_used_here():

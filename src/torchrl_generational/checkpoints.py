@@ -13,10 +13,13 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.checkpointers import H5StorageCheckpointer
 
 from torchrl_generational import manifest
+from torchrl_generational.plain import from_plain, to_plain, unshared
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.trees import TreeState
 
 __all__ = ["CheckedCheckpoints"]
+
+_PREFETCHED = "_generational_prefetched"  # the queue of prefetched batches, which TorchRL keeps as objects
 
 # A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
 _Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
@@ -25,6 +28,18 @@ _Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
 class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     """The checkpoints of :class:`GenerationalReplayBufferMixin`, which supplies storage and lock."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """One consistent snapshot under TorchRL's keys, of tensors, numbers, dicts and lists only.
+
+        ``torch.load(..., weights_only=True)`` reads it, unless records or transforms hold other objects. TorchRL reads
+        records and stamps, and neither the priorities nor the prefetched batches.
+        """
+        state: dict[str, Any] = super().state_dict()
+        prefetched = state["_prefetch_state"]
+        state[_PREFETCHED] = to_plain(prefetched["queue"])
+        state["_prefetch_state"] = prefetched | {"queue": ()}
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state of this class, or of the TorchRL class behind it. See *Guarantees* for its handles.
 
@@ -32,6 +47,9 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             ValueError: if capacity, shapes or priorities do not fit; nothing has changed then.
         """
         self._ready()
+        if _PREFETCHED in state_dict:
+            queue = from_plain(state_dict[_PREFETCHED])
+            state_dict = state_dict | {"_prefetch_state": state_dict["_prefetch_state"] | {"queue": queue}}
         self._validate_prefetch_state(state_dict.get("_prefetch_state"))
         with self._futures_lock:
             self.synchronize()  # work in flight needs the storage's lock
@@ -42,6 +60,10 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 if isinstance(self._sampler, GenerationalPrioritizedSampler):
                     self._check_priorities(TreeState.from_state_dict(state_dict["_sampler"]))
                 super().load_state_dict(state_dict)
+
+    def _clone_prefetch_result(self, result: Any) -> Any:
+        """TorchRL's fails for samples with a stack of objects that are no tensors."""
+        return unshared(result)
 
     def dumps(self, path: str | Path) -> None:
         """Saves the buffer in TorchRL's layout, with a manifest written last.
@@ -114,6 +136,11 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         storage = self._storage
         own = _leaves(storage._storage) if getattr(storage, "initialized", False) else {}
         room = max(storage.max_size, storage.generations.numel())
+        if own and saved and own.keys() != saved.keys():
+            raise ValueError(
+                f"The checkpoint holds the entries {sorted(saved)} but this storage {sorted(own)}. Load it into a "
+                "buffer like the one that it was saved from."
+            )
         for name, leaf in saved.items():
             if name in own and leaf.shape != own[name].shape:
                 raise ValueError(

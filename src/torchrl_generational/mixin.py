@@ -209,6 +209,18 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
         with self._exclusive():
             super().mark_update(index)
 
+    def write_all(self, data: Any, end: int | None = None) -> None:
+        """Puts new records into the first slots, in one section; see ``__setitem__``."""
+        self._ready()
+        with self._exclusive():
+            super().write_all(data, end)
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Sets the generator that all parts draw from; ``None`` for torch's global one (``torch.manual_seed``)."""
+        self._ready()
+        with self._exclusive():
+            super().set_rng(generator)
+
     def empty(self, empty_write_count: bool = True) -> None:
         """Removes all records: every handle is stale and prefetched batches are dropped.
 

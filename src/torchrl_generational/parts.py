@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 from torchrl.data.replay_buffers.storages import Storage
@@ -15,6 +16,7 @@ from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 from torchrl_generational.generations import SupportsGenerations, generations_on
 from torchrl_generational.samplers import GenerationalPrioritizedSampler, check_capacity
 from torchrl_generational.storages import GenerationalLazyTensorStorage
+from torchrl_generational.trees import read_leaves
 from torchrl_generational.writers import GenerationalRoundRobinWriter, GenerationalWriterMixin
 
 __all__ = ["BufferParts"]
@@ -140,6 +142,9 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
         """Replaces the storage and returns the previous one. Every handle of either is stale, prefetched batches too.
 
+        All samplers of this buffer start again: the records of the new storage get the default priority. So does the
+        writer: it goes on behind the last of those records.
+
         A storage that other buffers write to keeps their lock, which this buffer joins: no other thread may be inside
         this buffer then. Any other storage takes over the lock that this buffer has.
 
@@ -168,6 +173,11 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                         previous._attached_entities.remove(self)
                     storage.attach(self)
                     self._writer.register_storage(storage)
+                    self._place_cursor(self._writer, reached)
+                    for sampler in self._with_learners(self._sampler):
+                        if sampler is not None:
+                            sampler._empty()
+                            self._give_priorities(sampler)
                     self._lend_lock()
                     if self.shared:
                         storage.lock.share()
@@ -176,6 +186,8 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     def set_writer(self, writer: Writer) -> Writer:
         """Replaces the writer and returns the previous one.
 
+        A writer that has not written yet goes on where the previous one was.
+
         Raises:
             TypeError: if it does not track generations.
         """
@@ -183,10 +195,21 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         with self._exclusive():
             self._check_parts(self._storage, self._sampler, writer)
             previous: Writer = super().set_writer(writer)
+            if writer is not previous:
+                fresh = getattr(writer, "_write_count", None) == 0
+                self._place_cursor(writer, getattr(previous if fresh else writer, "_cursor", 0))
         return previous
+
+    def _place_cursor(self, writer: Any, row: int) -> None:
+        """Sets the cursor of a writer to ``row``, or where it leaves no slot before it without a record. Lock held."""
+        if hasattr(writer, "_cursor"):
+            reached, rows = int(self._storage._len_along_dim0 or 0), self._storage.slot_generations.num_rows
+            writer._cursor = min(row, reached) % max(rows, 1)
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replaces the sampler and returns the previous one.
+
+        Records that the new one has no priority for get its default priority.
 
         Raises:
             ValueError: if it has priorities and is smaller than the storage.
@@ -201,5 +224,15 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 self._sampler, self._consume_after_n_samples = previous, consumed
                 raise
             self._lend_lock()
+            self._give_priorities(sampler)
         exchanged: Sampler = previous
         return exchanged
+
+    def _give_priorities(self, sampler: Any) -> None:
+        """Gives the default priority to all records that a new sampler has none for. O(capacity). Lock held."""
+        count = len(self._storage) if getattr(self._storage, "initialized", True) else 0
+        if isinstance(sampler, PrioritizedSampler) and count:
+            cells = torch.arange(count, device=sampler.device)
+            missing = cells[read_leaves(sampler._sum_tree, cells) == 0]
+            if missing.numel():
+                sampler.mark_update(missing)

@@ -23,10 +23,12 @@ from torchrl.data.replay_buffers.storages import (
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.indexing import keep_last, rows_written
 from torchrl_generational.locks import StorageLock
+from torchrl_generational.plain import from_plain, objects_in, to_plain
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
 
 _METADATA = "storage_metadata.json"  # TorchRL's
+_OBJECTS = "_generational_objects"  # of a state dict: entries that are no tensors
 _NOTHING = "never_written"  # in it: saved before the first write
 
 # A plain class, which stands in front of one of TorchRL's.
@@ -176,14 +178,22 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
         super()._empty()
 
     def state_dict(self) -> dict[str, Any]:
-        """One consistent snapshot: later writes do not show in it, as they do in TorchRL's."""
+        """One consistent snapshot: later writes do not show in it, as they do in TorchRL's.
+
+        Entries that are no tensors, which TorchRL leaves out, are in it too.
+        """
         state: dict[str, Any] = super().state_dict()
         state["_storage"] = _snapshot(state["_storage"])
+        if is_tensor_collection(self._storage):
+            state[_OBJECTS] = [[list(key), to_plain(entry)] for key, entry in objects_in(self._storage)]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
         super().load_state_dict(state_dict)
+        for key, entry in state_dict.get(_OBJECTS, ()):
+            with self._storage.unlock_():
+                self._storage.set(tuple(key), from_plain(entry))
         self._replaced()
 
     def dumps(self, path: str | Path) -> None:

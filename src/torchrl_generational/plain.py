@@ -1,0 +1,73 @@
+"""Samples as dicts, lists, tensors and numbers, for state dicts that ``torch.load(weights_only=True)`` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection, is_tensorclass
+
+__all__ = ["from_plain", "objects_in", "to_plain", "unshared"]
+
+_ENTRIES, _OBJECTS = "__tensordict__", "__non_tensor__"
+
+
+def to_plain(value: Any) -> Any:
+    """``value`` with every tensordict in it, however nested, as a dict. Tensorclasses and other objects stay.
+
+    Example:
+        >>> plain = to_plain((TensorDict({"x": [1, 2]}, [2]), {"weight": 0.5}))
+        >>> plain[0]["batch_size"]
+        [2]
+        >>> from_plain(plain)[0]["x"]
+        tensor([1, 2])
+    """
+    if isinstance(value, NonTensorStack | NonTensorData):
+        return {_OBJECTS: value.tolist()} if isinstance(value, NonTensorStack) else value.data
+    if is_tensor_collection(value) and not is_tensorclass(value):
+        entries = {key: to_plain(entry) for key, entry in value.items()}
+        return {_ENTRIES: entries, "batch_size": list(value.batch_size), "locked": value.is_locked}
+    if isinstance(value, dict):
+        return {key: to_plain(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(to_plain(entry) for entry in value)
+    return value
+
+
+def from_plain(value: Any) -> Any:
+    """Undoes :func:`to_plain`."""
+    if isinstance(value, dict) and _OBJECTS in value:
+        return NonTensorStack.from_list(value[_OBJECTS])
+    if isinstance(value, dict) and _ENTRIES in value:
+        entries = {key: from_plain(entry) for key, entry in value[_ENTRIES].items()}
+        data = TensorDict(entries, value["batch_size"])
+        return data.lock_() if value["locked"] else data
+    if isinstance(value, dict):
+        return {key: from_plain(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(from_plain(entry) for entry in value)
+    return value
+
+
+def objects_in(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The entries of a tensordict that are no tensors, with their keys."""
+    for key, entry in data.items():
+        if isinstance(entry, NonTensorStack | NonTensorData):
+            yield (*path, key), entry
+        elif is_tensor_collection(entry):
+            yield from objects_in(entry, (*path, key))
+
+
+def unshared(value: Any) -> Any:
+    """A copy of a prefetched sample that shares no memory with it, and no autograd graph."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if is_tensor_collection(value):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: unshared(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(unshared(entry) for entry in value)
+    return deepcopy(value)
