@@ -473,3 +473,16 @@ def test_a_state_dict_is_tensors_and_numbers_whatever_it_carries(prefetch, kind)
             assert list(theirs["text"]) == list(ours["text"])
     for buffer in (rb, target):
         buffer.shutdown()
+
+
+@pytest.mark.parametrize("how", ["state_dict", "dumps"])
+@pytest.mark.parametrize("count", [5, 11])
+def test_the_newest_record_is_known_after_a_restore(how, count, tmp_path):
+    """TorchRL keeps the place of the newest record of the abandoned timeline, where slices would be cut."""
+    rb, target = prioritized(8), prioritized(8)
+    rb.extend(records(count))
+    target.extend(records(3))
+    transfer(rb, target, how, tmp_path)
+    newest = target.storage._last_cursor_index
+    assert int(target.storage._storage["x"][newest]) == count - 1
+    target.dumps(tmp_path / "again")  # without TorchRL's warning that the place is unknown

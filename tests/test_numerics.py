@@ -273,3 +273,14 @@ def test_annealing_away_from_zero_says_that_it_cannot_recover_priorities():
     with pytest.warns(UserWarning, match="Changing alpha away from 0 cannot recover"):
         rb.sampler.alpha = 0.5
     assert leaves(rb).tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32, torch.tensor])
+def test_exponents_may_come_from_schedulers_and_configurations(number):
+    """A small NumPy exponent overflows with a warning where Python's raises."""
+    rb = of_priorities(torch.rand(4), dtype=torch.float64)
+    rb.sampler.alpha, rb.sampler.beta = number(0.25), number(0.5)
+    assert type(rb.sampler.alpha) is type(rb.sampler.beta) is float
+    rb.update_priority(torch.tensor([1]), 1e300)
+    sampler = g.GenerationalPrioritizedSampler(4, number(0.25), number(0.5), number(0.125))
+    assert type(sampler.alpha) is type(sampler._eps) is float

@@ -50,7 +50,14 @@ def relies(condition: bool, on: str, used_in: str) -> None:
         (PrioritizedSampler, ["_STATE_SCHEMA_VERSION"], "trees"),
         (
             ReplayBuffer,
-            ["_clone_prefetch_result", "_validate_prefetch_state", "_load_prefetch_state", "set_rng", "write_all"],
+            [
+                "_clone_prefetch_result",
+                "_validate_prefetch_state",
+                "_load_prefetch_state",
+                "set_rng",
+                "write_all",
+                "_synchronize_futures_locked",
+            ],
             "checkpoints",
         ),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +61,8 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 self._check_stamps(state_dict["_writer"].get("_generation"))
                 if isinstance(self._sampler, GenerationalPrioritizedSampler):
                     self._check_priorities(TreeState.from_state_dict(state_dict["_sampler"]))
-                super().load_state_dict(state_dict)
+                with self._loading_storage():
+                    super().load_state_dict(state_dict)
 
     def _clone_prefetch_result(self, result: Any) -> Any:
         """TorchRL's fails for samples with a stack of objects that are no tensors."""
@@ -118,9 +121,27 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 self._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
                 if isinstance(self._sampler, GenerationalPrioritizedSampler):
                     self._check_priorities(TreeState.from_path(path / "sampler"))
-                super().loads(path)
+                with self._loading_storage():
+                    super().loads(path)
                 if records_may_be_newer:
                     self._storage.slot_generations.replaced(int(self._storage._len_along_dim0 or 0))
+
+    @contextlib.contextmanager
+    def _loading_storage(self) -> Iterator[None]:
+        """Tells the storage whose sampler and writer are about to be loaded too, and which record is its newest then.
+
+        TorchRL keeps the place of the newest record of before, by which slices and trajectories are told apart. Lock
+        held.
+        """
+        storage = self._storage
+        storage._loading = self
+        try:
+            yield
+        finally:
+            storage._loading = None
+        rows = int(storage._len_along_dim0 or 0) if storage.initialized else 0
+        if rows and hasattr(self._writer, "_cursor"):
+            storage._set_last_cursor(torch.tensor([(self._writer._cursor - 1) % rows]))
 
     def _check_stored_records(self, folder: Path) -> None:
         if not (folder / "storage_metadata.json").exists():

@@ -7,6 +7,7 @@ A slot's generation is an int64 that changes whenever the slot receives a new re
 from __future__ import annotations
 
 import secrets
+from copy import copy
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Protocol, runtime_checkable
 
@@ -224,6 +225,13 @@ class SlotGenerations:
         """Moves the stamps, e.g. when a storage with ``device="auto"`` learns where its data lives."""
         self._state = self._state.to(device)
         self._values = self._state[:-1]
+
+    def clone(self) -> SlotGenerations:
+        """These stamps as they are now, for a copy that is being pickled. O(num_rows)."""
+        twin = copy(self)
+        twin._state = self._state.clone()
+        twin._values = twin._state[:-1]
+        return twin
 
     def __getstate__(self) -> dict[str, Any]:
         # For a process being spawned the tensor goes to shared memory: one timeline. Any other copy begins its own.

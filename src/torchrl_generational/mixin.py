@@ -78,8 +78,9 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
 
     @property
     def _replay_lock(self) -> Any:
-        storage = self.__dict__.get("_storage")
-        return self.__dict__["_replay_lock"] if storage is None else storage.lock
+        # Neither a buffer with delayed_init nor a copy that is being unpickled has a complete storage.
+        own = self.__dict__["_replay_lock"]
+        return getattr(self.__dict__.get("_storage"), "lock", own)
 
     @_replay_lock.setter
     def _replay_lock(self, lock: Any) -> None:
@@ -96,7 +97,7 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self._initialized:
+        if self._initialized and hasattr(self._storage, "lock"):
             self._lend_lock()
 
     def _exclusive(self) -> Any:
@@ -104,6 +105,22 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
         return contextlib.nullcontext() if torch.compiler.is_compiling() else _Section(self)
 
     # ---------------------------------------------------------------- sampling
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Draws a batch; see TorchRL's ``sample``. Prefetched draws that failed are drawn again.
+
+        A draw made ahead fails where another thread empties the buffer; by now there may be records.
+        """
+        if self._prefetch:
+            with self._futures_lock:
+                self._drop_failed_batches()
+        return super().sample(batch_size, return_info)
+
+    def _synchronize_futures_locked(self) -> None:
+        """Waits for work in flight, of which a failed draw spoils nothing: neither a checkpoint nor a restore."""
+        wait(self._prefetch_queue)
+        self._drop_failed_batches()
+        super()._synchronize_futures_locked()
 
     @pin_memory_output  # type: ignore[untyped-decorator]
     def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
@@ -234,8 +251,8 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
                 super().empty(empty_write_count=empty_write_count)
                 # A sibling that went on from its old cursor would leave slots below the length without a record.
                 for sibling in self._storage._attached_entities:
-                    if hasattr(getattr(sibling, "_writer", None), "_cursor"):
-                        sibling._writer._cursor = 0
+                    if sibling is not self and hasattr(sibling, "_records_replaced"):
+                        sibling._records_replaced()
 
     def _drop_prefetched(self) -> None:
         """Drops prefetched batches when all work in flight is done. Futures lock held, storage's lock not.
@@ -245,6 +262,12 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
         wait((*self._prefetch_queue, *self._pending_update_futures))
         self._prefetch_queue.clear()
         self._sample_dependency = None
+
+    def _drop_failed_batches(self) -> None:
+        """Drops draws that ended with an error. Futures lock held."""
+        queue = self._prefetch_queue
+        for future in [future for future in queue if future.done() and future.exception() is not None]:
+            queue.remove(future)
 
 
 class _Section:

@@ -174,10 +174,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                     storage.attach(self)
                     self._writer.register_storage(storage)
                     self._place_cursor(self._writer, reached)
-                    for sampler in self._with_learners(self._sampler):
-                        if sampler is not None:
-                            sampler._empty()
-                            self._give_priorities(sampler)
+                    self._records_replaced()
                     self._lend_lock()
                     if self.shared:
                         storage.lock.share()
@@ -227,6 +224,14 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             self._give_priorities(sampler)
         exchanged: Sampler = previous
         return exchanged
+
+    def _records_replaced(self) -> None:
+        """Starts samplers and writer again for records that are new to this buffer. O(capacity). Lock held."""
+        for sampler in self._with_learners(self._sampler):
+            if sampler is not None:
+                sampler._empty()
+                self._give_priorities(sampler)
+        self._place_cursor(self._writer, getattr(self._writer, "_cursor", 0))
 
     def _give_priorities(self, sampler: Any) -> None:
         """Gives the default priority to all records that a new sampler has none for. O(capacity). Lock held."""

@@ -48,9 +48,12 @@ def checked_priority(sampler: PrioritizedSampler, priority: Any, *, name: str = 
     return as_priority(priority, dtype=dtype, device=sampler.device, most=most, name=name)
 
 
-def _check_exponent(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be greater or equal to 0 and finite, got {name}={value}.")
+def _as_exponent(name: str, value: Any) -> float:
+    """``value`` as Python's float; schedulers and configurations bring NumPy scalars and tensors."""
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name} must be greater or equal to 0 and finite, got {name}={number}.")
+    return number
 
 
 def has_own_update(sampler: PrioritizedSampler) -> bool:
@@ -109,8 +112,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         max_priority_within_buffer: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            _check_exponent(name, value)
+        alpha, beta, eps = _as_exponent("alpha", alpha), _as_exponent("beta", beta), _as_exponent("eps", eps)
         super().__init__(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, device)
 
     def _init(self) -> None:
@@ -257,7 +259,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        _check_exponent("alpha", value)
+        value = _as_exponent("alpha", value)
         with self.lock:
             if value != self._alpha:
                 retransform(self, self._alpha, value)
@@ -271,7 +273,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
 
     @beta.setter
     def beta(self, value: float) -> None:
-        _check_exponent("beta", value)
+        value = _as_exponent("beta", value)
         with self.lock:
             self._beta = value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from copy import copy
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from torchrl.data.replay_buffers.storages import (
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.indexing import keep_last, rows_written
 from torchrl_generational.locks import StorageLock
-from torchrl_generational.plain import from_plain, objects_in, to_plain
+from torchrl_generational.plain import from_plain, objects_in, to_plain, unshared
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
 
@@ -47,6 +48,7 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
     _generations: SlotGenerations  # guarded by lock
     _len: int  # TorchRL's, as the next; guarded by lock
     max_size: int
+    _loading: Any = None  # the buffer that is loading this storage and will load its sampler; guarded by lock
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -177,6 +179,21 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
         self._generations.invalidate()
         super()._empty()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process being spawned the memory itself; any other copy gets records and stamps of one moment."""
+        with self.lock:
+            state: dict[str, Any] = super().__getstate__()
+            if get_spawning_popen() is None:
+                state["_storage"] = tree_map(unshared, state["_storage"])
+                state["_generations"] = self._generations.clone()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for buffer in self._attached_entities:  # those that were complete before this storage
+            if "_sampler" in vars(buffer) and hasattr(buffer, "_lend_lock"):
+                buffer._lend_lock()
+
     def state_dict(self) -> dict[str, Any]:
         """One consistent snapshot: later writes do not show in it, as they do in TorchRL's.
 
@@ -190,7 +207,10 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
-        super().load_state_dict(state_dict)
+        if self.initialized and not state_dict["initialized"]:
+            self._empty()  # TorchRL leaves the records of before beside the mark that there are none
+        else:
+            super().load_state_dict(state_dict)
         for key, entry in state_dict.get(_OBJECTS, ()):
             with self._storage.unlock_():
                 self._storage.set(tuple(key), from_plain(entry))
@@ -199,6 +219,8 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
     def dumps(self, path: str | Path) -> None:
         """Saves the records as TorchRL does, and also a storage without any."""
         if self.initialized:
+            if self._last_cursor is None:  # never written here: the records are in order
+                self._set_last_cursor(torch.tensor([int(self._len_along_dim0) - 1]))
             super().dumps(path)
             return
         Path(path).mkdir(exist_ok=True)
@@ -218,6 +240,9 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
             # as at a first write; TorchRL leaves the capacity that was asked for, and misjudges when it is full
             self.max_size = max(self.max_size, self._total_shape.numel())
         self._generations.replaced(int(self._len_along_dim0) if self.initialized and len(self) else 0)
+        for buffer in self._attached_entities:
+            if buffer is not self._loading and hasattr(buffer, "_records_replaced"):
+                buffer._records_replaced()
 
 
 def _refuse_misfits(stored: Any, data: Any, cursor: Any) -> None:
