@@ -114,8 +114,13 @@ def announce_blocked(lock: Any, thread_name: str) -> threading.Event:
     """
     blocked = threading.Event()
 
-    class Announcing(type(lock)):
+    plain = type(lock)
+
+    class Announcing(plain):
         __slots__ = ()
+
+        def __reduce__(self) -> Any:
+            return plain, ()  # a copy announces nothing
 
         def acquire(self) -> bool:
             if threading.current_thread().name.startswith(thread_name):

@@ -1,0 +1,78 @@
+"""Copies of a buffer: of one moment, with timelines of their own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from support import TIMEOUT, announce_blocked, buffer_state, filled, prioritized, records, until_blocked_or_done
+
+import torchrl_generational as g
+
+WAYS = {"pickle": lambda rb: pickle.loads(pickle.dumps(rb)), "deepcopy": copy.deepcopy}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_holds_records_and_stamps_of_one_moment(way, actors):
+    """A writer that is between the stamps and the data of a write is waited for."""
+    rb = filled()
+    with rb.storage.lock:
+        blocked = announce_blocked(rb.storage.lock, "copier")
+        future = actors.start("copier", lambda: WAYS[way](rb.storage))
+        until_blocked_or_done(blocked, future)
+        assert not future.done()
+        rb.extend(records(3, 100))
+    twin = future.result(TIMEOUT)
+    assert twin.generations.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert twin._storage["x"].tolist() == [100, 101, 102, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("storage", [g.GenerationalLazyTensorStorage, g.GenerationalLazyMemmapStorage])
+def test_a_copy_and_its_original_do_not_see_each_others_writes(way, storage):
+    """TorchRL's memory-mapped copies write to the same files, each with stamps of its own."""
+    rb = prioritized(8, storage=storage(8))
+    rb.extend(records(8))
+    before = buffer_state(rb)
+    twin = WAYS[way](rb)
+    assert buffer_state(twin) == before
+    twin.extend(records(5, 100))
+    assert buffer_state(rb) == before
+    rb.extend(records(2, 200))
+    assert twin.storage._storage["x"].tolist() == [100, 101, 102, 103, 104, 5, 6, 7]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_siblings_stay_siblings_in_a_copy(way):
+    storage = g.GenerationalLazyTensorStorage(8)
+    first, second = (prioritized(8, storage=storage) for _ in range(2))
+    first.extend(records(8))
+    one, other = WAYS[way]((first, second))
+    assert one.storage is other.storage
+    assert one.sampler.lock is other.sampler.lock is one.storage.lock
+    sample = one.sample().set("td_error", torch.ones(8))
+    other.extend(records(8, 100))
+    assert one.update_tensordict_priority_if_present(sample).num_stale == 8
+    assert first.storage.generations.tolist() == [0] * 8
+
+
+def test_a_copy_of_a_buffer_whose_prefetched_draw_failed(actors):
+    """A sibling emptied the storage meanwhile: neither copies nor checkpoints nor later draws see the error."""
+    storage = g.GenerationalLazyTensorStorage(8)
+    first, second = prioritized(8, storage=storage, prefetch=2), prioritized(8, storage=storage)
+    first.extend(records(8))
+    with storage.lock:
+        future = actors.start("learner", first.sample)  # draws, and the next two: they wait here
+        second.empty()
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+        future.result(TIMEOUT)
+    state = first.state_dict()
+    twin = pickle.loads(pickle.dumps(first))
+    first.extend(records(8, 100))
+    assert (first.sample()["x"] >= 100).all()
+    first.load_state_dict(state)
+    assert len(first) == len(twin) == 0
+    for buffer in (first, twin):
+        buffer.shutdown()
