@@ -387,6 +387,7 @@ def test_a_directory_that_lacks_a_part_is_refused_before_anything_is_replaced(pa
         ("_beta", float("nan"), "alpha, beta and eps"),
         ("_sum_tree", torch.full((8,), float("nan")), "it is damaged"),
         ("_sum_tree", torch.full((8,), -1.0), "it is damaged"),
+        ("_min_tree", torch.full((8,), 0.5), "do not belong together: it is damaged"),
         ("_sum_tree", torch.ones(9), "priorities of 9 slots but this sampler has max_capacity=8"),
     ],
 )

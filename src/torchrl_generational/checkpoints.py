@@ -150,7 +150,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             raise FileNotFoundError(f"{folder.parent} is not a complete checkpoint: storage_metadata.json is missing.")
         metadata = json.loads((folder / "storage_metadata.json").read_text())
         compressed = bool(getattr(self._storage.checkpointer, "_load_hooks", None))
-        if not metadata["is_pytree"] and not compressed and metadata["len"]:
+        if not metadata["is_pytree"] and not compressed and (folder / "meta.json").exists():
             self._check_records(_leaves(TensorDict.load_memmap(folder)), metadata["len"])
 
     def _check_records(self, saved: dict[str, torch.Tensor], length: int) -> None:
