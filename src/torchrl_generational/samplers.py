@@ -73,7 +73,12 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
     What differs: ``sample`` adds ``index_generation`` to its info, so that a stock buffer hands it out too;
     priorities of any real dtype are accepted and cast to the tree's; NaN, infinite and negative priorities, and
     indices outside the tree, are refused before anything changes; where one call names a slot twice, the running
-    maximum sees the value that was stored.
+    maximum sees the value that was stored. Sums and draws are float64 whatever ``dtype``, so that each of millions of
+    slots is drawn as often as it should; a priority of zero (``eps=0``) is never drawn and left out of the minimum.
+
+    New records are born at the largest priority stored since the sampler was emptied; with
+    ``max_priority_within_buffer`` at the largest positive one among the records that stay, which costs O(capacity)
+    whenever the record that holds it is updated or overwritten. Either way at 1 where there is none.
 
     In a stock buffer with a sample unit, ``index_generation`` is that of the anchors, repeated like the rest of the
     info; the buffers of this package look it up for the expanded records.
