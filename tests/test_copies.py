@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -58,21 +59,54 @@ def test_siblings_stay_siblings_in_a_copy(way):
     assert first.storage.generations.tolist() == [0] * 8
 
 
-def test_a_copy_of_a_buffer_whose_prefetched_draw_failed(actors):
-    """A sibling emptied the storage meanwhile: neither copies nor checkpoints nor later draws see the error."""
+class Later:
+    """An executor that draws when it is told to."""
+
+    def __init__(self) -> None:
+        self.work: list[tuple[Future, object]] = []
+
+    def submit(self, draw):
+        self.work.append((Future(), draw))
+        return self.work[-1][0]
+
+    def go(self) -> None:
+        for future, draw in self.work:
+            try:
+                future.set_result(draw())
+            except RuntimeError as error:
+                future.set_exception(error)
+        self.work.clear()
+
+    def shutdown(self, wait: bool) -> None:
+        self.go()
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda rb, state: rb.state_dict(),
+        lambda rb, state: pickle.dumps(rb),
+        lambda rb, state: rb.load_state_dict(state),
+        lambda rb, state: rb.synchronize(),
+        lambda rb, state: (rb.extend(records(8, 100)), rb.sample()),
+    ],
+    ids=["state_dict", "pickle", "load_state_dict", "synchronize", "sample"],
+)
+def test_a_draw_made_ahead_that_failed_spoils_nothing(then, monkeypatch):
+    """A sibling had emptied the storage when it was made."""
     storage = g.GenerationalLazyTensorStorage(8)
     first, second = prioritized(8, storage=storage, prefetch=2), prioritized(8, storage=storage)
     first.extend(records(8))
-    with storage.lock:
-        future = actors.start("learner", first.sample)  # draws, and the next two: they wait here
-        second.empty()
-    with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
-        future.result(TIMEOUT)
     state = first.state_dict()
-    twin = pickle.loads(pickle.dumps(first))
-    first.extend(records(8, 100))
-    assert (first.sample()["x"] >= 100).all()
-    first.load_state_dict(state)
-    assert len(first) == len(twin) == 0
-    for buffer in (first, twin):
-        buffer.shutdown()
+    later = Later()
+    first._prefetch_executor.shutdown()
+    first._prefetch_executor = later
+    first.sample()
+    second.empty()
+    later.go()
+    assert [type(future.exception()) for future in first._prefetch_queue] == [RuntimeError] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(later, "work", [])
+        then(first, state)
+        later.go()
+    first.shutdown()

@@ -403,3 +403,20 @@ def test_a_pickled_buffer_keeps_its_stamps_and_its_handles(make, prefetch):
     assert rb.storage.generations.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
     for buffer in (rb, copy):
         buffer.shutdown()
+
+
+def test_writing_all_slots_decides_and_writes_in_one_section(monkeypatch):
+    """TorchRL looks whether the buffer is full before it takes a lock."""
+    rb = prioritized(8)
+    rb.extend(records(8))
+    held = []
+    kind = type(rb)
+    original = kind.__setitem__
+
+    def setitem(self, index, value):
+        held.append(self.storage.lock._threads._is_owned())
+        original(self, index, value)
+
+    monkeypatch.setattr(kind, "__setitem__", setitem)
+    rb.write_all(records(8, 100, index=torch.arange(8)))
+    assert held == [True]

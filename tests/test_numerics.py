@@ -193,12 +193,21 @@ def test_within_the_buffer_new_records_are_born_at_the_largest_priority_that_is_
         assert held[int(where)] == pytest.approx(max(held.values()), rel=1e-4)
 
 
-def test_records_that_keep_their_first_priority_count_too():
+def test_within_the_buffer_records_that_keep_their_first_priority_count_too():
     """TorchRL forgets them as soon as they are written."""
     rb = plain_prioritized(4, max_priority_within_buffer=True)
     rb.extend(torch.arange(4))
     rb.update_priority(torch.tensor([0]), 0.5)
     assert rb.sampler.default_priority == 1.0
+
+
+def test_within_the_buffer_the_largest_stored_counts_where_the_exponent_is_zero():
+    """The trees hold 1 for every record then."""
+    rb = plain_prioritized(4, alpha=0.0, max_priority_within_buffer=True)
+    rb.extend(torch.arange(4))
+    rb.update_priority(torch.tensor([1]), 5.0)
+    rb.extend(torch.arange(4))
+    assert rb.sampler.default_priority == 5.0
 
 
 def test_without_that_option_the_largest_priority_ever_stored_counts_until_the_buffer_is_emptied():
