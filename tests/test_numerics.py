@@ -292,6 +292,14 @@ def test_annealing_away_from_zero_says_that_it_cannot_recover_priorities():
     assert leaves(rb).tolist() == [1.0] * 3
 
 
+@pytest.mark.parametrize("form", [float, lambda value: [value], lambda value: np.array([value])])
+def test_numbers_reach_double_trees_in_full(form):
+    """TorchRL makes Python's numbers float32 on the way."""
+    rb = of_priorities(torch.rand(4), dtype=torch.float64)
+    rb.update_priority(torch.tensor([1]), form(0.1))
+    assert leaves(rb)[1].item() == 0.1
+
+
 @pytest.mark.parametrize("number", [np.float64, np.float32, torch.tensor])
 def test_exponents_may_come_from_schedulers_and_configurations(number):
     """A small NumPy exponent overflows with a warning where Python's raises."""

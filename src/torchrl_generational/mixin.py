@@ -6,6 +6,7 @@ import contextlib
 from concurrent.futures import wait
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
@@ -225,6 +226,15 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
         self._ready()
         with self._exclusive():
             super().mark_update(index)
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Writes priorities by raw index, whatever record is there now; see the sampler's ``update_priority``.
+
+        Prefer :meth:`update_priority_if_present`.
+        """
+        if not isinstance(priority, torch.Tensor) and np.asarray(priority).dtype.kind == "f":
+            priority = torch.as_tensor(priority, dtype=torch.float64)  # TorchRL makes it float32, whatever the tree's
+        super().update_priority(index, priority)
 
     def write_all(self, data: Any, end: int | None = None) -> None:
         """Puts new records into the first slots, in one section; see ``__setitem__``."""
