@@ -7,6 +7,7 @@ from torchrl_generational.buffers import (
     GenerationalTensorDictReplayBuffer,
 )
 from torchrl_generational.generations import SlotGenerations, SupportsGenerations, TracksGenerations
+from torchrl_generational.max_value import GenerationalTensorDictMaxValueWriter
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.result import UpdateResult
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
@@ -28,6 +29,7 @@ __all__ = [
     "GenerationalReplayBuffer",
     "GenerationalReplayBufferMixin",
     "GenerationalRoundRobinWriter",
+    "GenerationalTensorDictMaxValueWriter",
     "GenerationalTensorDictPrioritizedReplayBuffer",
     "GenerationalTensorDictReplayBuffer",
     "GenerationalTensorDictReplayBufferMixin",

@@ -113,7 +113,8 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         if plain or not getattr(writer, "tracks_generations", False):
             raise TypeError(
                 f"{user} needs a writer that tracks generations, got {type(writer).__name__}. Use "
-                "GenerationalRoundRobinWriter or GenerationalTensorDictRoundRobinWriter."
+                "GenerationalRoundRobinWriter, GenerationalTensorDictRoundRobinWriter or "
+                "GenerationalTensorDictMaxValueWriter."
             )
         for candidate in self._with_learners(sampler):
             if isinstance(candidate, GenerationalPrioritizedSampler):

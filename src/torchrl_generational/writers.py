@@ -19,7 +19,7 @@ from torchrl_generational.indexing import rows_written
 
 __all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
 
-_ORIGIN = "_generation_"  # before the names of what a checkpoint says about its stamps
+ORIGIN = "_generation_"  # before the names of what a checkpoint says about its stamps
 
 # A plain class, which stands in front of one of TorchRL's.
 _Base: Any = RoundRobinWriter if TYPE_CHECKING else object
@@ -86,12 +86,12 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
     def state_dict(self) -> dict[str, Any]:
         """TorchRL's state, and where its stamps come from. Numbers and tensors only."""
         state: dict[str, Any] = super().state_dict()
-        state.update({_ORIGIN + key: value for key, value in self._origin_now().items()})
+        state.update({ORIGIN + key: value for key, value in self._origin_now().items()})
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over cursor, count and stamps; see :meth:`SlotGenerations.restore`."""
-        self._origin = _origin_in(state_dict)
+        self._origin = origin_in(state_dict)
         super().load_state_dict(state_dict)
         if self._storage is not None:
             self._origin = {}
@@ -100,12 +100,12 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         """Saves the state in TorchRL's layout, and where its stamps come from beside it."""
         super().dumps(path)
         metadata = Path(path) / "metadata.json"
-        origin = {_ORIGIN + key: value for key, value in self._origin_now().items()}
+        origin = {ORIGIN + key: value for key, value in self._origin_now().items()}
         metadata.write_text(json.dumps(json.loads(metadata.read_text()) | origin))
 
     def loads(self, path: Any) -> None:
         """Takes over what :meth:`dumps` saved, or TorchRL's."""
-        self._origin = _origin_in(json.loads((Path(path) / "metadata.json").read_text()))
+        self._origin = origin_in(json.loads((Path(path) / "metadata.json").read_text()))
         super().loads(path)
         if self._storage is not None:
             self._origin = {}
@@ -197,28 +197,28 @@ class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDict
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Writes one record and returns its index, which also becomes the data's ``index`` entry."""
-        _withdraw_handles(data)
+        withdraw_handles(data)
         result: int | torch.Tensor = super().add(data)
         return result
 
     def extend(self, data: Any) -> torch.Tensor:
         """Writes records one after the other and returns their indices, one per record."""
-        _withdraw_handles(data)
+        withdraw_handles(data)
         result: torch.Tensor = super().extend(data)
         return result
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
         """Writes records to explicit slots without moving the cursor."""
-        _withdraw_handles(data)
+        withdraw_handles(data)
         result: int | torch.Tensor = super().write_at(index, data)
         return result
 
 
-def _origin_in(state: dict[str, Any]) -> dict[str, int]:
-    return {key: int(state[_ORIGIN + key]) for key in ("lineage", "incarnation") if _ORIGIN + key in state}
+def origin_in(state: dict[str, Any]) -> dict[str, int]:
+    return {key: int(state[ORIGIN + key]) for key in ("lineage", "incarnation") if ORIGIN + key in state}
 
 
-def _withdraw_handles(data: Any) -> None:
+def withdraw_handles(data: Any) -> None:
     """Data written gets a new ``index``: the stamp that a sample among it had must not stand beside that."""
     if is_tensor_collection(data) and not is_tensorclass(data) and GENERATION_KEY in data:
         data.set(GENERATION_KEY, torch.full_like(data.get(GENERATION_KEY), NEVER_WRITTEN))
