@@ -47,6 +47,8 @@ class Model:
         self.cursor = [0, 0]
         self.written = [0, 0]
         self.alpha = [1.0, 1.0]
+        self.family = 0  # of stamps: two storages that both began at 0 do not know each other's handles
+        self.issued = False  # whether this storage has given out stamps
 
     @property
     def length(self) -> int:
@@ -107,6 +109,7 @@ class BufferAgainstDict(RuleBasedStateMachine):
             born = 1.0 if born is None else born
             priority.update(dict.fromkeys(cells, born))
             model.largest[who] = born
+        model.issued = True
         for slot, record in zip(slots, records, strict=True):
             model.held[slot], model.field[slot] = record, 0
 
@@ -366,6 +369,7 @@ class BufferAgainstDict(RuleBasedStateMachine):
             rb.set_storage(storage)
         self.model.held.clear()
         self.model.field.clear()
+        self.model.family, self.model.issued = self.next_record(), False
         for who in range(2):
             self.restarted(who)
 
@@ -399,6 +403,11 @@ class BufferAgainstDict(RuleBasedStateMachine):
         load(saved)
         now = self.model
         now.held, now.field = dict(model.held), dict(model.field)
+        if now.family != model.family and now.issued:
+            self.replaced()  # the checkpoint of another storage: its stamps may stand for other records here
+        else:
+            now.family = model.family
+        now.issued = model.issued
         for name in ("priority", "largest", "cursor", "written", "alpha"):
             getattr(now, name)[who] = copy.deepcopy(getattr(model, name)[who])
         self.restarted(1 - who)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
+from collections import OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
 from support import buffer_state, leaves, plain_prioritized, prioritized, records, sampler_state
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torchrl.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -487,3 +490,80 @@ def test_the_newest_record_is_known_after_a_restore(how, count, tmp_path):
     newest = target.storage._last_cursor_index
     assert int(target.storage._storage["x"][newest]) == count - 1
     target.dumps(tmp_path / "again")  # without TorchRL's warning that the place is unknown
+
+
+@pytest.mark.parametrize(("priority", "eps"), [(1e100, 1e-8), (1e-60, 0.0)])
+def test_priorities_that_another_dtype_cannot_hold_are_refused(priority, eps):
+    source = plain_prioritized(4, dtype=torch.float64, eps=eps)
+    target = plain_prioritized(4, eps=eps)
+    for rb in (source, target):
+        rb.extend(torch.arange(4))
+    source.update_priority(torch.tensor([0]), priority)
+    before = sampler_state(target)
+    with pytest.raises(ValueError, match="priorities that torch.float32 cannot hold"):
+        target.load_state_dict(source.state_dict())
+    assert sampler_state(target) == before
+
+
+def test_a_damaged_largest_priority_is_refused():
+    rb = prioritized(8)
+    rb.extend(records(8))
+    state = rb.state_dict()
+    state["_sampler"]["_max_priority"] = [float("nan"), 0]
+    with pytest.raises(ValueError, match="cannot hold: it is damaged"):
+        rb.load_state_dict(state)
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "state_dict"])
+def test_prefetched_samples_of_any_container_survive(way):
+    def collate(data):
+        return Pair(data, OrderedDict(b=data + 1))
+
+    rb, target = (plain_prioritized(8, prefetch=1, collate_fn=collate) for _ in range(2))
+    rb.extend(torch.arange(8))
+    rb.sample()
+    if way == "deepcopy":
+        target = copy.deepcopy(rb)
+    else:
+        target.load_state_dict(rb.state_dict())
+    theirs, ours = rb.sample(), target.sample()
+    assert type(ours) is Pair
+    assert torch.equal(ours.a, theirs.a)
+    assert torch.equal(ours.b["b"], theirs.b["b"])
+    for buffer in (rb, target):
+        buffer.shutdown()
+
+
+@pytest.mark.parametrize(
+    "objects", [[[1], [2], [3, 4], [5]], [{"k": 1}, {"k": 2}, {}, {"z": [1]}], ["a", "b", "c", "d"]]
+)
+def test_stored_objects_of_any_kind_survive_and_go_on(objects):
+    data = records(4)
+    data["o"] = NonTensorStack(*(NonTensorData(item) for item in objects))
+    rb, target = prioritized(4), prioritized(4)
+    rb.extend(data.clone())
+    target.load_state_dict(rb.state_dict())
+    held = [target.storage[slot].get("o").data for slot in range(4)]
+    assert held == objects
+    target.extend(data.clone())
+    assert [target.storage[slot].get("o").data for slot in range(4)] == objects
+
+
+def test_one_object_for_a_whole_prefetched_batch_survives():
+    rb, target = (
+        prioritized(
+            4, prefetch=1, transform=lambda td: td.set("tag", NonTensorData({"k": 1}, batch_size=td.batch_size))
+        )
+        for _ in range(2)
+    )
+    rb.extend(records(4))
+    rb.sample()
+    target.load_state_dict(rb.state_dict())
+    assert target.sample().get("tag").data == {"k": 1}
+    for buffer in (rb, target):
+        buffer.shutdown()

@@ -270,3 +270,48 @@ def test_a_storage_that_lies_in_its_checkpoint_loads_with_all_handles_stale(tmp_
     assert target.update_tensordict_priority_if_present(sample).num_stale == 8
     sample = target.sample().set("td_error", torch.ones(8))
     assert target.update_tensordict_priority_if_present(sample).num_stale == 0
+
+
+def resumed(path: Path) -> g.GenerationalTensorDictPrioritizedReplayBuffer:
+    """A buffer that goes on in the files of a checkpoint, as TorchRL offers it."""
+    rb = prioritized(8, storage=g.GenerationalLazyMemmapStorage(8, scratch_dir=path / "storage", existsok=True))
+    rb.loads(path)
+    return rb
+
+
+@pytest.mark.filterwarnings("ignore:Loading the storage on an uninitialized TensorDict")
+def test_a_checkpoint_that_a_storage_goes_on_in_is_not_trusted_later(tmp_path):
+    """Killed before its next dump, it leaves records in the files that are newer than the stamps beside them."""
+    first = filled()
+    first.dumps(tmp_path)
+    second = resumed(tmp_path)
+    sample = second.sample().set("td_error", torch.ones(8))
+    second.extend(records(8, 100))
+    del second
+    third = prioritized(8)
+    third.loads(tmp_path)
+    assert third.storage._storage["x"].tolist() == list(range(100, 108))
+    assert third.update_tensordict_priority_if_present(sample).num_stale == 8
+
+
+@pytest.mark.filterwarnings("ignore:Loading the storage on an uninitialized TensorDict")
+def test_a_dump_of_a_resumed_buffer_leaves_its_live_files_where_they_are(tmp_path):
+    filled().dumps(tmp_path)
+    rb = resumed(tmp_path)
+    rb.dumps(tmp_path)
+    rb.extend(records(8, 100))
+    from tensordict import TensorDict
+
+    on_disk = TensorDict.load_memmap(tmp_path / "storage")
+    assert on_disk["x"].tolist() == list(range(100, 108))
+
+
+def test_parts_may_be_links_to_another_disk(checkpoint, tmp_path):
+    shutil.move(checkpoint / "storage", tmp_path / "elsewhere")
+    (checkpoint / "storage").symlink_to(tmp_path / "elsewhere")
+    rb = prioritized(8)
+    rb.loads(checkpoint)
+    rb.dumps(checkpoint)
+    target = prioritized(8)
+    target.loads(checkpoint)
+    assert buffer_state(target) == buffer_state(rb)

@@ -309,3 +309,27 @@ def test_exponents_may_come_from_schedulers_and_configurations(number):
     rb.update_priority(torch.tensor([1]), 1e300)
     sampler = g.GenerationalPrioritizedSampler(4, number(0.25), number(0.5), number(0.125))
     assert type(sampler.alpha) is type(sampler._eps) is float
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.0])
+@pytest.mark.filterwarnings("ignore:Changing alpha away from 0")
+def test_annealing_keeps_the_default_priority_to_what_the_tree_can_hold(alpha):
+    """The largest priority ever stored may be of a record that is gone."""
+    rb = prioritized(8, alpha=alpha)
+    rb.extend(records(4))
+    rb.update_priority(torch.tensor([0]), 1e30 if alpha else 1e38)
+    rb.update_priority(torch.tensor([0]), 1.0)
+    rb.sampler.alpha = 2.0
+    rb.extend(records(2))
+    assert (leaves(rb)[:6] > 0).all()
+    assert rb.sample()["index"].max() < 6
+
+
+@pytest.mark.parametrize(
+    "priority",
+    [[torch.tensor(2.0), torch.tensor(3.0)], (2.0, 3.0), np.array([2, 3]), [2, 3]],
+)
+def test_priorities_may_be_any_list_of_numbers(priority):
+    rb = of_priorities(torch.ones(4))
+    rb.update_priority(torch.tensor([0, 1]), priority)
+    assert leaves(rb).tolist() == [2, 3, 1, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import filled, leaves, plain_prioritized, prioritized, records
+from tensordict import TensorDict
 from torchrl.data import SamplerWithoutReplacement
 
 import torchrl_generational as g
@@ -109,3 +110,23 @@ def test_writing_all_slots_at_once_puts_new_records_into_them():
     rb.write_all(records(8, 100, index=torch.arange(8)))
     assert rb.storage._storage["x"].tolist() == list(range(100, 108))
     assert rb.update_tensordict_priority_if_present(sample).num_stale == 8
+
+
+@pytest.mark.parametrize("way", ["state_dict", "dumps"])
+def test_siblings_on_a_grid_that_rounds_its_capacity_up_load_as_one(way, tmp_path):
+    def pair():
+        storage = g.GenerationalLazyTensorStorage(10, ndim=2)
+        return prioritized(10, storage=storage), prioritized(10, storage=storage)
+
+    source, _ = pair()
+    source.extend(TensorDict({"x": torch.arange(12).reshape(4, 3)}, [4, 3]))  # three rows of four cells
+    rb, sibling = pair()
+    if way == "dumps":
+        source.dumps(tmp_path)
+        rb.loads(tmp_path)
+    else:
+        rb.load_state_dict(source.state_dict())
+    for buffer in (rb, sibling):
+        assert len(buffer) == 12
+        assert (leaves(buffer)[:12] > 0).all()
+        buffer.sample()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, is_tensor_collection
+from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.checkpointers import H5StorageCheckpointer
 
@@ -86,20 +87,24 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         path = Path(path).absolute()
         path.mkdir(exist_ok=True)
         with self._futures_lock:
-            if self._lies_in(path / "storage"):
-                manifest.begin_in_place(path)
-                super().dumps(path)
-                manifest.complete_in_place(path)
-            else:
-                super().dumps(manifest.stage(path))
-                manifest.commit(path)
+            self.synchronize()
+            with self._exclusive():  # where the storage lies must not change before it is saved
+                if self._lies_in(path / "storage"):
+                    manifest.begin_in_place(path)
+                    super().dumps(path)
+                    manifest.complete_in_place(path)
+                else:
+                    super().dumps(manifest.stage(path))
+                    manifest.commit(path)
 
     def _lies_in(self, folder: Path) -> bool:
         """Whether the storage's own files are those in ``folder``."""
-        data: Any = getattr(self._storage, "_storage", None)
-        if not is_tensor_collection(data) or not data.is_memmap() or not data.saved_path:
-            return False
-        return bool(Path(data.saved_path).resolve() == folder.resolve())
+        folder = folder.resolve()
+        scratch = getattr(self._storage, "scratch_dir", None)
+        if scratch is not None and Path(scratch).resolve() == folder:
+            return True
+        files = map(_file_of, tree_leaves(getattr(self._storage, "_storage", None)))
+        return any(folder in file.resolve().parents for file in files if file is not None)
 
     def loads(self, path: str | Path) -> None:
         """Takes over what ``dumps`` of this class, or of the TorchRL class behind it, saved at ``path``.
@@ -121,6 +126,8 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 self._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
                 if isinstance(self._sampler, GenerationalPrioritizedSampler):
                     self._check_priorities(TreeState.from_path(path / "sampler"))
+                if self._lies_in(path / "storage"):
+                    manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
                 with self._loading_storage():
                     super().loads(path)
                 if records_may_be_newer:
@@ -192,6 +199,14 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         if grown > 0 and self._storage.ndim > 1 and not self._storage.initialized:
             self._sampler.grow(grown)  # saved after its storage had rounded its capacity up to whole rows
         saved.check(self._sampler)
+
+
+def _file_of(leaf: Any) -> Path | None:
+    """The file of a memory-mapped tensor, if it has one with a name."""
+    try:
+        return Path(leaf.filename)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
 
 
 def _leaves(data: Any) -> dict[str, torch.Tensor]:

@@ -28,6 +28,9 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     _conditional_rows: int = 0
     _conditional_updated: Any = 0
     _conditional_rejected: Any = 0
+    # Stamps that the learner has seen with sync=False, and what they were read from. Guarded by the same lock.
+    _seen_stamps: torch.Tensor | None = None
+    _seen_revision: Any = None
 
     def update_priority_if_present(self, *, index: Any, generation: Any, priority: Any) -> UpdateResult:
         """Updates the priorities of the records that are still in their slots, and says which those were.
@@ -224,6 +227,29 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         """Gives records that other processes wrote their default priority (``sync=False``). Lock held."""
         if not getattr(self, "_sync", True):
             self._catch_up_prioritized_sampler()
+
+    def _catch_up_prioritized_sampler(self) -> None:
+        """TorchRL's, which goes by the count of records written and assumes that they are next to each other.
+
+        The stamps say which records are new to the learner, whoever wrote them where. O(rows) after a write.
+        """
+        with self._exclusive():
+            storage = self._storage
+            revision = (id(storage), storage._mutation_revision, len(storage))
+            if revision == self._seen_revision:
+                return
+            stamps = storage.slot_generations.values[: int(storage.generations.shape[0])]
+            seen = self._seen_stamps
+            same = seen is not None and seen.shape == stamps.shape and self._seen_revision[0] == id(storage)
+            changed = stamps != seen if same else stamps >= 0
+            rows = changed.nonzero()[:, 0]
+            rows = rows[rows < int(storage._len_along_dim0 or 0)]
+            if rows.numel():
+                inner = torch.arange(storage.generations.shape[1:].numel(), device=rows.device)
+                cells = (rows[:, None] * inner.numel() + inner).reshape(-1)
+                self.prioritized_sampler.mark_update(cells, storage=storage)
+            self._seen_stamps, self._seen_revision = stamps.clone(), revision
+            self._prioritized_sampler_write_count = self.write_count
 
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's snapshot, plus totals of all conditional updates since construction.

@@ -102,6 +102,7 @@ class SlotGenerations:
         Args:
             rows: rows within ``[0, num_rows)``, as an int, a slice, a mask, or int64 of any shape on any device.
         """
+        self._loaded = None
         least = self._state[-1:] - 1
         if isinstance(rows, torch.Tensor):
             if rows.dtype == torch.bool:
@@ -144,7 +145,7 @@ class SlotGenerations:
         self.begin_incarnation(after=after)
         self.invalidate()
         self.mark_written(num_rows)
-        self._loaded = int(self._state[-1]) if unused else None
+        self._loaded = int(self._state[-1]) if unused and num_rows else None
 
     def _issued(self) -> bool:
         """Whether a handle may be about that was taken before the records that are here were loaded."""

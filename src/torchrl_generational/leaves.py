@@ -76,22 +76,31 @@ def retransform(sampler: PrioritizedSampler, old_alpha: float, new_alpha: float)
     cells = torch.arange(sampler._max_capacity, device=sampler.device)
     leaves = read_leaves(sampler._sum_tree, cells)
     cells = cells[leaves > 0]
-    if not cells.numel():
-        return
-    if old_alpha == 0:
-        warnings.warn(
-            "Changing alpha away from 0 cannot recover the priorities of the records that are there: with alpha=0 "
-            "every leaf is 1. They stay alike until their next update.",
-            stacklevel=4,
-        )
-        return
-    raw = (leaves[cells].double() ** (1.0 / old_alpha) - sampler._eps).clamp_min(0)
     dtype = tree_dtype(sampler)
     most = largest_priority(alpha=new_alpha, eps=sampler._eps, capacity=sampler._max_capacity, dtype=dtype)
+    if not cells.numel() or old_alpha == 0:
+        _lower_maximum(sampler, most)
+        if cells.numel():
+            warnings.warn(
+                "Changing alpha away from 0 cannot recover the priorities of the records that are there: with alpha=0 "
+                "every leaf is 1. They stay alike until their next update.",
+                stacklevel=4,
+            )
+        return
+    raw = (leaves[cells].double() ** (1.0 / old_alpha) - sampler._eps).clamp_min(0)
     if raw.max() > most:
         raise ValueError(
             f"alpha={new_alpha} would raise the priority {float(raw.max()):.3g} of a record beyond what the tree's "
             f"{dtype} can hold. Nothing was changed. Use a smaller alpha, or a sampler with dtype=torch.float64."
         )
+    _lower_maximum(sampler, most)
     leaf = ((raw + sampler._eps) ** new_alpha).to(dtype)
     write_leaves(sampler, cells, leaf.clamp_min(torch.finfo(dtype).tiny))  # a positive priority stays one
+
+
+def _lower_maximum(sampler: PrioritizedSampler, most: float) -> None:
+    """Keeps the running maximum, which may be of a record long gone, to what the tree can hold for a new one."""
+    maximum, where = sampler._max_priority
+    if maximum is not None and maximum > most:
+        dtype = tree_dtype(sampler)
+        sampler._max_priority = (torch.tensor(most, dtype=dtype).nextafter(torch.zeros((), dtype=dtype)), where)

@@ -152,7 +152,7 @@ def _number(part: Path) -> str | None:
 
 
 def _remove(entry: Path) -> None:
-    if entry.is_dir():
+    if entry.is_dir() and not entry.is_symlink():
         shutil.rmtree(entry)
-    elif entry.exists():
-        entry.unlink()
+    else:
+        entry.unlink(missing_ok=True)

@@ -114,6 +114,7 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
         """
         if self._prefetch:
             with self._futures_lock:
+                wait((*self._prefetch_queue,)[:1])  # the next one
                 self._drop_failed_batches()
         return super().sample(batch_size, return_info)
 
@@ -232,9 +233,14 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
 
         Prefer :meth:`update_priority_if_present`.
         """
-        if not isinstance(priority, torch.Tensor) and np.asarray(priority).dtype.kind == "f":
-            priority = torch.as_tensor(priority, dtype=torch.float64)  # TorchRL makes it float32, whatever the tree's
-        super().update_priority(index, priority)
+        if isinstance(priority, float | list | tuple | np.ndarray):
+            with contextlib.suppress(ValueError, TypeError, RuntimeError):  # what is no number is refused below
+                given = torch.as_tensor(priority)
+                if given.is_floating_point():  # TorchRL makes it float32, whatever the tree's
+                    priority = torch.as_tensor(priority, dtype=torch.float64)
+        with self._exclusive():
+            self._catch_up()
+            super().update_priority(index, priority)
 
     def write_all(self, data: Any, end: int | None = None) -> None:
         """Puts new records into the first slots, in one section; see ``__setitem__``."""
@@ -274,10 +280,11 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
         self._sample_dependency = None
 
     def _drop_failed_batches(self) -> None:
-        """Drops draws that ended with an error. Futures lock held."""
+        """Drops draws that ended because there was nothing to draw. Futures lock held."""
         queue = self._prefetch_queue
         for future in [future for future in queue if future.done() and future.exception() is not None]:
-            queue.remove(future)
+            if str(future.exception()).startswith("Cannot sample"):  # TorchRL's words, and ours
+                queue.remove(future)
 
 
 class _Section:

@@ -236,6 +236,8 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
 
     def _give_priorities(self, sampler: Any) -> None:
         """Gives the default priority to all records that a new sampler has none for. O(capacity). Lock held."""
+        if isinstance(sampler, GenerationalPrioritizedSampler):
+            sampler.fit(self._storage)
         count = len(self._storage) if getattr(self._storage, "initialized", True) else 0
         if isinstance(sampler, PrioritizedSampler) and count:
             cells = torch.arange(count, device=sampler.device)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from copy import deepcopy
+from collections.abc import Iterable, Iterator
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_coll
 
 __all__ = ["from_plain", "objects_in", "to_plain", "unshared"]
 
-_ENTRIES, _OBJECTS = "__tensordict__", "__non_tensor__"
+_ENTRIES, _OBJECTS, _OBJECT = "__tensordict__", "__objects__", "__object__"
 
 
 def to_plain(value: Any) -> Any:
@@ -24,22 +24,26 @@ def to_plain(value: Any) -> Any:
         >>> from_plain(plain)[0]["x"]
         tensor([1, 2])
     """
-    if isinstance(value, NonTensorStack | NonTensorData):
-        return {_OBJECTS: value.tolist()} if isinstance(value, NonTensorStack) else value.data
+    if isinstance(value, NonTensorStack):
+        return {_OBJECTS: [to_plain(item) for item in value.tensordicts]}
+    if isinstance(value, NonTensorData):
+        return {_OBJECT: value.data, "batch_size": list(value.batch_size)}
     if is_tensor_collection(value) and not is_tensorclass(value):
         entries = {key: to_plain(entry) for key, entry in value.items()}
         return {_ENTRIES: entries, "batch_size": list(value.batch_size), "locked": value.is_locked}
     if isinstance(value, dict):
         return {key: to_plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(to_plain(entry) for entry in value)
+        return _like(value, map(to_plain, value))
     return value
 
 
 def from_plain(value: Any) -> Any:
     """Undoes :func:`to_plain`."""
     if isinstance(value, dict) and _OBJECTS in value:
-        return NonTensorStack.from_list(value[_OBJECTS])
+        return NonTensorStack(*map(from_plain, value[_OBJECTS]))
+    if isinstance(value, dict) and _OBJECT in value:
+        return NonTensorData(value[_OBJECT], batch_size=value["batch_size"])
     if isinstance(value, dict) and _ENTRIES in value:
         entries = {key: from_plain(entry) for key, entry in value[_ENTRIES].items()}
         data = TensorDict(entries, value["batch_size"])
@@ -47,7 +51,7 @@ def from_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: from_plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(from_plain(entry) for entry in value)
+        return _like(value, map(from_plain, value))
     return value
 
 
@@ -67,7 +71,14 @@ def unshared(value: Any) -> Any:
     if is_tensor_collection(value):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: unshared(entry) for key, entry in value.items()}
+        twin = copy(value)
+        twin.update((key, unshared(entry)) for key, entry in value.items())
+        return twin
     if isinstance(value, tuple | list):
-        return type(value)(unshared(entry) for entry in value)
+        return _like(value, map(unshared, value))
     return deepcopy(value)
+
+
+def _like(value: Any, entries: Iterable[Any]) -> Any:
+    """A tuple, named tuple or list like ``value``."""
+    return value._make(entries) if hasattr(value, "_make") else type(value)(entries)

@@ -147,6 +147,15 @@ class TreeState:
             self.sums.min() >= 0 and self.sums.max() < float("inf") and self.minima.min() >= 0
         ):
             raise ValueError("The checkpoint holds priorities that are NaN, infinite or negative: it is damaged.")
+        dtype = tree_dtype(sampler)
+        leaf = self.sums.as_subclass(torch.Tensor).to(dtype)
+        most = torch.finfo(dtype).max
+        vanishing = bool(((leaf == 0) & (self.sums > 0)).any())
+        if leaf.numel() and (leaf.max() > most / leaf.numel() or vanishing or not 0 <= (self.maximum[0] or 0.0) < most):
+            raise ValueError(
+                f"The checkpoint holds priorities that {dtype} cannot hold: it is damaged, or was saved from a sampler "
+                "with dtype=torch.float64. Load it into one like that."
+            )
         if bool(((self.sums > 0) & (self.sums != self.minima)).any()):
             raise ValueError("The two priority trees of the checkpoint do not belong together: it is damaged.")
 
