@@ -45,3 +45,16 @@ def test_the_delayed_learner_trains_counts_and_plots(tmp_path):
     raw, conditional = (int(count.replace(",", "")) for count in misapplied.groups())
     assert raw > 0
     assert conditional == 0
+
+
+def test_a_storage_of_one_s_own_passes_the_race_suite(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "examples" / "test_half_storage.py"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env={**os.environ, "RL_LOGGING_LEVEL": "ERROR"},
+    )
+    assert run.returncode == 0, run.stdout
+    assert "12 passed" in run.stdout

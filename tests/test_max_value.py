@@ -162,6 +162,8 @@ def test_stamps_loaded_before_there_is_a_storage_wait_for_it():
     rb.extend(scored([1, 2, 3, 4]))
     rb.extend(scored([5], 100))
     writer = g.GenerationalTensorDictMaxValueWriter(rank_key="score")
+    assert writer.generations_of(torch.arange(2)).tolist() == [-1, -1]
+    assert repr(writer) == "GenerationalTensorDictMaxValueWriter(rank_key='score', reduction='sum')"
     writer.load_state_dict(rb.writer.state_dict())
     storage = g.GenerationalLazyTensorStorage(4)
     writer.register_storage(storage)

@@ -7,6 +7,7 @@ from torchrl_generational.buffers import (
     GenerationalTensorDictReplayBuffer,
 )
 from torchrl_generational.generations import SlotGenerations, SupportsGenerations, TracksGenerations
+from torchrl_generational.locks import StorageLock
 from torchrl_generational.max_value import GenerationalTensorDictMaxValueWriter
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.result import UpdateResult
@@ -36,6 +37,7 @@ __all__ = [
     "GenerationalTensorDictRoundRobinWriter",
     "GenerationalTensorStorage",
     "SlotGenerations",
+    "StorageLock",
     "SupportsGenerations",
     "TracksGenerations",
     "UpdateResult",

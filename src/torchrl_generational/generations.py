@@ -254,7 +254,8 @@ class SupportsGenerations(Protocol):
     """What a storage offers so that buffers, writers and samplers of this package work on it.
 
     The storage promises that every road by which a slot receives a new record (its ``set``, and ``_empty`` and loads,
-    which replace all records) advances the stamps first. It does not lock; buffers hold :attr:`lock` around it.
+    which replace all records) advances the stamps first, and that its ``state_dict`` is a snapshot. It does not lock;
+    buffers hold :attr:`lock` around it. *Testing your own writer or storage* in the documentation has an example.
 
     Example:
         >>> from torchrl_generational import GenerationalLazyTensorStorage

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter
 
 from torchrl_generational.generations import NEVER_WRITTEN, generations_on
-from torchrl_generational.writers import ORIGIN, origin_in, withdraw_handles
+from torchrl_generational.writers import ORIGIN, origin_in, stamps_in, withdraw_handles
 
 __all__ = ["GenerationalTensorDictMaxValueWriter"]
 
@@ -86,6 +86,9 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
 
     def generations_of(self, index: int | torch.Tensor) -> torch.Tensor:
         """Current stamps of the slots in ``index``, -1 for those never written or outside the storage."""
+        if self._storage is None:
+            never: torch.Tensor = super().generations_of(index)
+            return never
         index = torch.as_tensor(index)
         generations = self._storage.slot_generations
         known = (index >= 0) & (index < generations.num_rows)
@@ -191,7 +194,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
     def state_dict(self) -> dict[str, Any]:
         """Counters and stamps. The ranking is made of the records again."""
         generations = self._storage.slot_generations
-        state = {"_write_count": self._write_count, "_generation": self._storage._slot_generations.clone()}
+        state = {"_write_count": self._write_count, "_generation": stamps_in(self._storage).clone()}
         return state | {ORIGIN + key: value for key, value in generations.origin().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -205,7 +208,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
             self._rank_the_records()
             self._revision = self._storage._mutation_revision
         super().dumps(path)
-        stamps = self._storage._slot_generations.cpu()
+        stamps = stamps_in(self._storage).cpu()
         MemoryMappedTensor.from_tensor(stamps.contiguous(), filename=Path(path) / "generation.memmap", existsok=True)
         file = Path(path) / "metadata.json"
         origin = {ORIGIN + key: value for key, value in self._storage.slot_generations.origin().items()}
@@ -229,6 +232,9 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
             self._waiting = (stamps, origin)
         else:
             self._storage.slot_generations.restore(stamps, **origin)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank_key={self._rank_key!r}, reduction={self._reduction!r})"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         write_count = state.pop("write_count__context", None)

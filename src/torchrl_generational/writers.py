@@ -73,8 +73,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         """The stamps as TorchRL's writers know them; those loaded while there is no storage wait here."""
         if self._storage is None:
             return self._pending_generation
-        stamps: torch.Tensor = self._storage._slot_generations
-        return stamps
+        return stamps_in(self._storage)
 
     @_generation.setter
     def _generation(self, values: torch.Tensor) -> None:
@@ -212,6 +211,12 @@ class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDict
         withdraw_handles(data)
         result: int | torch.Tensor = super().write_at(index, data)
         return result
+
+
+def stamps_in(storage: Any) -> torch.Tensor:
+    """The live stamps of the rows of a storage, as a writer saves them."""
+    stamps: torch.Tensor = storage.slot_generations.values
+    return stamps[: storage.generations.shape[0]]
 
 
 def origin_in(state: dict[str, Any]) -> dict[str, int]:
