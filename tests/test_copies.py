@@ -59,6 +59,34 @@ def test_siblings_stay_siblings_in_a_copy(way):
     assert first.storage.generations.tolist() == [0] * 8
 
 
+def test_a_draw_under_way_that_fails_is_drawn_again(monkeypatch):
+    """A sibling empties the storage and fills it again while the next batch is being drawn."""
+    storage = g.GenerationalLazyTensorStorage(8)
+    first, second = prioritized(8, storage=storage, prefetch=1), prioritized(8, storage=storage)
+    first.extend(records(8))
+    later = Later()
+    first._prefetch_executor.shutdown()
+    first._prefetch_executor = later
+    first.sample()
+
+    drawn: list[bool] = []
+
+    def draw_meanwhile() -> None:
+        if not drawn:  # by whoever waits for the draw first
+            drawn.append(True)
+            second.empty()
+            later.go()
+            second.extend(records(8, 100))
+
+    (future,) = first._prefetch_queue
+    monkeypatch.setattr(future, "result", lambda: draw_meanwhile() or Future.result(future))
+    monkeypatch.setattr("torchrl_generational.mixin.wait", lambda futures: draw_meanwhile())
+    assert (first.sample()["x"] >= 100).all()
+    monkeypatch.undo()
+    later.go()
+    first.shutdown()
+
+
 class Later:
     """An executor that draws when it is told to."""
 

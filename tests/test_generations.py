@@ -161,14 +161,15 @@ def test_storages_and_writers_meet_the_protocols():
     assert generations_on(storage, user="test") is storage.slot_generations
 
 
-def test_records_written_into_an_exchanged_storage_count_as_issued():
+@pytest.mark.parametrize("loaded", [0, 2])
+def test_records_written_into_an_exchanged_storage_count_as_issued(loaded):
     """Found by the oracle: their stamp is the one that loaded records get."""
     generations, other = SlotGenerations(4), SlotGenerations(4)
     other.advance(slice(0, 2))
-    generations.replaced(0, after=3)  # as an exchange of storages does
-    generations.advance(torch.tensor([0]))
-    handle = generations.values[:1].clone()
+    generations.replaced(loaded, after=3)  # as an exchange of storages does
+    generations.advance(torch.tensor([2]))
+    handle = generations.values[2:3].clone()
     generations.restore(other.values.clone(), **other.origin())
-    assert not generations.live(torch.tensor([0]), handle).any()
+    assert not generations.live(torch.tensor([2]), handle).any()
     assert generations.lineage != other.lineage
     assert (generations.values[:2] > handle).all()  # the other's stamps are not taken over
