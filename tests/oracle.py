@@ -206,9 +206,20 @@ class BufferAgainstDict(RuleBasedStateMachine):
         self.wrote(slots, records)
 
     @precondition(lambda self: self.ndim == 1 and self.model.length > 0)
-    @rule(value=st.integers(0, 9), who=WHO)
-    def set_field(self, value: int, who: int) -> None:
-        self.buffers[who].set_("y", torch.full((self.model.length,), value))
+    @rule(value=st.integers(0, 9), who=WHO, road=st.sampled_from(["set_", "set_at_", "update_", "item"]))
+    def set_field(self, value: int, who: int, road: str) -> None:
+        rb, count = self.buffers[who], self.model.length
+        values = torch.full((count,), value)
+        if road == "set_":
+            rb.set_("y", values)
+        elif road == "update_":
+            rb.update_(TensorDict({"y": values}, [count]))
+        elif road == "item":
+            rb["y"] = values
+        else:
+            rb.set_at_("y", values[:1], [count - 1])
+            self.model.field[count - 1] = value
+            return
         self.model.field = dict.fromkeys(self.model.held, value)
 
     @precondition(lambda self: self.model.length > 0)
@@ -225,8 +236,8 @@ class BufferAgainstDict(RuleBasedStateMachine):
     # -------------------------------------------------------------- sampling and updating
 
     @precondition(lambda self: self.model.length > 0)
-    @rule(who=WHO)
-    def sample(self, who: int) -> None:
+    @rule(who=WHO, road=st.sampled_from(["sample", "iterate"]))
+    def sample(self, who: int, road: str) -> None:
         model, rb = self.model, self.buffers[who]
         if not any(value > 0 or not model.alpha[who] for value in model.priority[who].values()):
             if not self.prefetch:
@@ -235,7 +246,7 @@ class BufferAgainstDict(RuleBasedStateMachine):
             return
         if self.prefetch and any(not any(priority.values()) for priority in model.priority):
             return  # a prefetched draw would raise at some later call
-        sample = rb.sample()
+        sample = rb.sample() if road == "sample" else next(iter(rb))
         slots = (sample["index"] if self.ndim == 1 else sample["index"][:, 0]).tolist()
         owners = sample["x"].tolist()
         if not self.prefetch:
@@ -287,30 +298,39 @@ class BufferAgainstDict(RuleBasedStateMachine):
         self.stored(who, {present[o] * self.width + lane: float(p) for o, lane, p, live in rows if live})
 
     @precondition(lambda self: bool(self.handles))
-    @rule(pick=st.data(), value=st.integers(1, 9), who=WHO)
-    def update_fields(self, pick: Any, value: int, who: int) -> None:
+    @rule(pick=st.data(), value=st.integers(1, 9), who=WHO, later=st.booleans())
+    def update_fields(self, pick: Any, value: int, who: int, later: bool) -> None:
         if self.ndim == 2:
             return  # whole rows; test_conditional.py
         handles = pick.draw(st.sampled_from(self.handles))
         if not self.buffers[who].storage.initialized:
             return
-        result = self.buffers[who].update_if_present(
-            index=handles.index, generation=handles.generation, patch={"y": torch.full((BATCH,), value)}
-        )
+        rb, patch = self.buffers[who], {"y": torch.full((BATCH,), value)}
+        call = rb.submit_update_if_present if later else rb.update_if_present
+        result = call(index=handles.index, generation=handles.generation, patch=patch)
+        result = result.result(60) if later else result
         present = {record: slot for slot, record in self.model.held.items()}
         assert result.updated_mask.tolist() == [owner in present for owner in handles.owners]
         self.model.field.update({present[owner]: value for owner in handles.owners if owner in present})
 
     @precondition(lambda self: self.model.length > 0)
     @rule(
-        cells=st.lists(st.integers(0, ROWS * INNER - 1), min_size=1, max_size=4), priority=st.integers(0, 40), who=WHO
+        cells=st.lists(st.integers(0, ROWS * INNER - 1), min_size=1, max_size=4),
+        priority=st.integers(0, 40),
+        who=WHO,
+        by_entry=st.booleans(),
     )
-    def update_raw(self, cells: list[int], priority: int, who: int) -> None:
+    def update_raw(self, cells: list[int], priority: int, who: int, by_entry: bool) -> None:
         cells = [cell for cell in cells if cell // self.width < self.model.length]
         if not cells:
             return
         index = torch.tensor([[cell // self.width, cell % self.width] for cell in cells])
-        self.buffers[who].update_priority(index if self.ndim == 2 else index[:, 0], float(priority))
+        index = index if self.ndim == 2 else index[:, 0]
+        if by_entry and self.ndim == 1:
+            values = torch.full((len(cells),), float(priority))
+            self.buffers[who].update_tensordict_priority(TensorDict({"index": index, "td_error": values}, [len(cells)]))
+        else:
+            self.buffers[who].update_priority(index, float(priority))
         self.stored(who, dict.fromkeys(cells, float(priority)))
 
     @precondition(lambda self: self.model.length > 0)
