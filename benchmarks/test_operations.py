@@ -7,6 +7,8 @@ each other, so that a noisy neighbour disturbs both alike.
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -51,7 +53,7 @@ def test_operation(operation: str, pair: Pair, benchmark: Any, ratios: list[tupl
 
 
 def test_memory_per_slot(pair: Pair) -> None:
-    """The stamps cost 8 bytes per slot over stock, and nothing else does."""
+    """The stamps cost 8 bytes per slot of the storage over stock, and nothing else there does."""
 
     def held(storage: Any) -> int:
         tensors = list(storage._storage.values(True, True))
@@ -59,4 +61,30 @@ def test_memory_per_slot(pair: Pair) -> None:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     slots = pair.ours.storage.max_size
-    assert (held(pair.ours.storage) - held(pair.stock.storage)) / slots == 8.0
+    assert (held(pair.ours.storage) - held(pair.stock.storage)) / slots == pytest.approx(8.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("capacity", [2**20, 2**20 + 1])
+def test_memory_of_a_sampler_per_slot(capacity: int) -> None:
+    """Float64 sums cost 8 bytes per leaf over stock, and the trees have a power of two of leaves."""
+    grown = [int(subprocess.check_output([sys.executable, "-c", GROWTH, name, str(capacity)])) for name in SAMPLERS]
+    more = (grown[1] - grown[0]) / capacity
+    print(f"sampler of {capacity} slots: {more:.1f} bytes per slot over stock")
+    assert 0 < more < 20
+
+
+SAMPLERS = ["torchrl.data.PrioritizedSampler", "torchrl_generational.GenerationalPrioritizedSampler"]
+#: Prints by how many bytes the memory of a new process grows with a full sampler.
+GROWTH = """
+import importlib, pathlib, resource, sys, torch
+module, _, name = sys.argv[1].rpartition(".")
+make, capacity = getattr(importlib.import_module(module), name), int(sys.argv[2])
+pages = lambda: int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+cells, priority = torch.arange(capacity), torch.rand(capacity)
+make(1024, 0.7, 0.5).update_priority(cells[:1024], priority[:1024])
+before = pages()
+sampler = make(capacity, 0.7, 0.5)
+for start in range(0, capacity, 1024):
+    sampler.update_priority(cells[start : start + 1024], priority[start : start + 1024])
+print((pages() - before) * resource.getpagesize())
+"""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import MemoryMappedTensor
 from torchrl._torchrl import SumSegmentTreeFp64
@@ -38,15 +39,16 @@ def write_leaves(sampler: Any, cells: torch.Tensor, leaf: torch.Tensor) -> None:
 
     A leaf of zero, which is never drawn, is left out of the minimum that importance weights are normalised by.
     """
-    least = leaf
-    if not bool(leaf.all()):
-        least = leaf.masked_fill(leaf == 0, torch.finfo(leaf.dtype).max)
-    for tree, values in ((sampler._sum_tree, leaf), (sampler._min_tree, least)):
-        if sampler.device.type != "cpu":
-            tree[cells] = values
-            continue
-        # NumPy views take half the time of tensors here, but the trees read them as if they were contiguous.
-        tree[cells.contiguous().numpy()] = values.contiguous().numpy() if leaf.ndim else float(values)
+    if sampler.device.type != "cpu":
+        sampler._sum_tree[cells] = leaf
+        sampler._min_tree[cells] = leaf.masked_fill(leaf == 0, torch.finfo(leaf.dtype).max)
+        return
+    # NumPy views take half the time of tensors here, but the trees read them as if they were contiguous.
+    index, values = cells.contiguous().numpy(), leaf.contiguous().numpy()
+    least = values if values.all() else np.where(values == 0, np.finfo(values.dtype).max, values)
+    # its own dtype: the trees convert more slowly
+    sampler._sum_tree[index] = values.astype(np.float64, copy=False) if values.ndim else float(values)
+    sampler._min_tree[index] = least if values.ndim else float(least)
 
 
 class TreeState:
