@@ -420,3 +420,17 @@ def test_writing_all_slots_decides_and_writes_in_one_section(monkeypatch):
     monkeypatch.setattr(kind, "__setitem__", setitem)
     rb.write_all(records(8, 100, index=torch.arange(8)))
     assert held == [True]
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_assigning_an_entry_changes_the_records_that_are_there(count):
+    """Found by the oracle: TorchRL's changes nothing unless the buffer is full, and then shares the caller's tensor."""
+    rb = prioritized(8)
+    rb.extend(records(count))
+    sample = rb.sample().set("td_error", torch.ones(8))
+    values = torch.arange(100, 100 + count)
+    rb["x"] = values
+    assert rb[:]["x"].tolist() == values.tolist()
+    rb.extend(records(1))
+    assert values.tolist() == list(range(100, 100 + count))
+    assert rb.update_tensordict_priority_if_present(sample).num_stale == int((sample["index"] == count % 8).sum())

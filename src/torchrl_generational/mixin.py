@@ -192,7 +192,12 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
             index = index[0]
         with self._exclusive():
             if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
-                super().__setitem__(index, value)  # an entry of the records that are there
+                held = self._storage._storage
+                if is_tensor_collection(held) and index in held.keys(True):
+                    # TorchRL writes to a copy unless the buffer is full, and then puts the caller's tensor in place
+                    super().set_(index, value)
+                else:
+                    super().__setitem__(index, value)
                 return
             storage = self._storage
             if isinstance(index, tuple):
