@@ -28,16 +28,21 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(block, capsys):
     assert printed[: len(promised)] == promised
 
 
-def test_the_delayed_learner_trains_counts_and_plots(tmp_path):
-    plot = tmp_path / "shares.png"
-    run = subprocess.run(
-        [sys.executable, ROOT / "examples" / "delayed_learner.py", "--duration", "3", "--no-progress", "--plot", plot],
+def run_in(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
         capture_output=True,
         text=True,
         timeout=240,
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "RL_LOGGING_LEVEL": "ERROR"},
     )
+
+
+def test_the_delayed_learner_trains_counts_and_plots(tmp_path):
+    plot = tmp_path / "shares.png"
+    script = ROOT / "examples" / "delayed_learner.py"
+    run = run_in(tmp_path, script, "--duration", "3", "--no-progress", "--plot", plot)
     assert run.returncode == 0, run.stderr
     assert plot.stat().st_size > 10_000
     misapplied = re.search(r"another record\s+([\d,]+)[^\d\n]*(?:\([^)]*\))?\s+([\d,]+)", run.stdout)
@@ -48,13 +53,7 @@ def test_the_delayed_learner_trains_counts_and_plots(tmp_path):
 
 
 def test_a_storage_of_one_s_own_passes_the_race_suite(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "examples" / "test_half_storage.py"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-        env={**os.environ, "RL_LOGGING_LEVEL": "ERROR"},
-    )
+    suite = ROOT / "examples" / "test_half_storage.py"
+    run = run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", suite)
     assert run.returncode == 0, run.stdout
     assert "12 passed" in run.stdout

@@ -9,7 +9,7 @@ import torch
 from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
-from torchrl_generational.indexing import as_int64, normalise_handles
+from torchrl_generational.indexing import as_int64, cells_in, normalise_handles
 from torchrl_generational.leaves import store_priorities
 from torchrl_generational.priorities import match_shape
 from torchrl_generational.result import UpdateResult
@@ -245,8 +245,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             rows = changed.nonzero()[:, 0]
             rows = rows[rows < int(storage._len_along_dim0 or 0)]
             if rows.numel():
-                inner = torch.arange(storage.generations.shape[1:].numel(), device=rows.device)
-                cells = (rows[:, None] * inner.numel() + inner).reshape(-1)
+                cells = cells_in(rows, storage.generations.shape)
                 self.prioritized_sampler.mark_update(cells, storage=storage)
             self._seen_stamps, self._seen_revision = stamps.clone(), revision
             self._prioritized_sampler_write_count = self.write_count

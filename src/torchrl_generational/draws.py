@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrl_generational.trees import tree_dtype
+
 __all__ = ["draw"]
 
 
@@ -43,8 +45,7 @@ def draw(sampler: Any, num_cells: int, batch_size: int) -> tuple[torch.Tensor, t
         cells[again], leaf[again] = _landing(sums, total, sampler._rng, len(again))
         missed = (leaf == 0) | (cells >= num_cells)
     least = sampler._min_tree.query(0, num_cells)
-    exact = torch.from_numpy(leaf)
-    weight = exact.to(torch.float64 if sampler.dtype in (torch.float64, torch.DoubleTensor) else torch.float32)
+    weight = torch.from_numpy(leaf).to(tree_dtype(sampler))
     return torch.from_numpy(cells), torch.pow(weight / least, -sampler._beta)
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "as_int64",
     "as_rows",
     "bounds_of",
+    "cells_in",
     "cells_of",
     "keep_last",
     "leading_shape",
@@ -192,6 +193,12 @@ def cells_of(coordinates: torch.Tensor, space: Sequence[int]) -> torch.Tensor:
     for dim in range(1, len(space)):
         cells = cells * space[dim] + coordinates[..., dim]
     return cells
+
+
+def cells_in(rows: torch.Tensor, space: Sequence[int]) -> torch.Tensor:
+    """The flat cells of whole rows ``[M]`` of an index space, row after row."""
+    lanes = torch.arange(torch.Size(space[1:]).numel(), device=rows.device)
+    return (rows[:, None] * lanes.numel() + lanes).reshape(-1)
 
 
 def rows_of(index: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter
 
 from torchrl_generational.generations import NEVER_WRITTEN, generations_on
-from torchrl_generational.writers import ORIGIN, origin_in, stamps_in, withdraw_handles
+from torchrl_generational.writers import named_origin, origin_in, stamps_in, withdraw_handles
 
 __all__ = ["GenerationalTensorDictMaxValueWriter"]
 
@@ -110,7 +110,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
         """Writes the records that are good enough, and returns the index of each, -1 for the others."""
         ranks = self._ranks(data, data.shape)
         slots, rows, accepted = self._place(ranks)
-        index = torch.full(data.shape, -1, dtype=torch.long, device=self._index_device(data))
+        index = torch.full(data.shape, -1, dtype=torch.long, device=data.device)
         if slots:
             index[rows] = torch.tensor(slots, device=index.device)
             withdraw_handles(data)
@@ -118,10 +118,6 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
             self._write(index[rows], data[torch.tensor(rows)], accepted)
         self._mark_update_entities(index)
         return index
-
-    def _index_device(self, data: TensorDictBase) -> torch.device | None:
-        device: torch.device | None = data.device
-        return device
 
     def _ranks(self, data: Any, shape: Any) -> list[float]:
         """One number per record, checked before anything changes."""
@@ -148,9 +144,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
 
     def _place(self, ranks: list[float]) -> tuple[list[int], list[int], int]:
         """Slots for the records that stay, each slot once, the rows of those records, and how many were good enough."""
-        storage, heap = self._storage, self._current_top_values
-        if self._revision is None or self._revision != storage._mutation_revision:
-            heap = self._rank_the_records()
+        storage, heap = self._storage, self._ranking()
         self._revision = None  # until the write is through
         taken: dict[int, int] = {}
         accepted = 0
@@ -170,14 +164,17 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
             self._revision = storage._mutation_revision
         return list(taken), list(taken.values()), accepted
 
-    def _rank_the_records(self) -> list[tuple[float, int]]:
-        """Makes the ranking of the records that are there. O(capacity)."""
+    def _ranking(self) -> list[tuple[float, int]]:
+        """The ranking, made of the records that are there if others have written. O(1), or O(capacity)."""
         storage = self._storage
+        if self._revision == storage._mutation_revision:
+            return self._current_top_values
         count = len(storage) if storage.initialized else 0
         ranks = self._ranks_of(storage._storage[:count], count) if count else []
         self._current_top_values = [(rank, slot) for slot, rank in enumerate(ranks)]
         heapq.heapify(self._current_top_values)
         self._cursor = count % storage.max_size
+        self._revision = storage._mutation_revision
         return self._current_top_values
 
     def _write(self, slots: Any, data: Any, count: int) -> None:
@@ -195,7 +192,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
         """Counters and stamps. The ranking is made of the records again."""
         generations = self._storage.slot_generations
         state = {"_write_count": self._write_count, "_generation": stamps_in(self._storage).clone()}
-        return state | {ORIGIN + key: value for key, value in generations.origin().items()}
+        return state | named_origin(generations.origin())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over :meth:`state_dict`."""
@@ -204,14 +201,12 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
 
     def dumps(self, path: str | Path) -> None:
         """Saves TorchRL's files, and the stamps beside them."""
-        if self._revision is None or self._revision != self._storage._mutation_revision:
-            self._rank_the_records()
-            self._revision = self._storage._mutation_revision
+        self._ranking()
         super().dumps(path)
         stamps = stamps_in(self._storage).cpu()
         MemoryMappedTensor.from_tensor(stamps.contiguous(), filename=Path(path) / "generation.memmap", existsok=True)
         file = Path(path) / "metadata.json"
-        origin = {ORIGIN + key: value for key, value in self._storage.slot_generations.origin().items()}
+        origin = named_origin(self._storage.slot_generations.origin())
         more = {"generation_shape": list(stamps.shape), "generation_dtype": str(stamps.dtype)} | origin
         file.write_text(json.dumps(json.loads(file.read_text()) | more))
 

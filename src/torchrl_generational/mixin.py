@@ -22,7 +22,7 @@ from torchrl_generational.carrier import follow
 from torchrl_generational.checkpoints import CheckedCheckpoints
 from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
-from torchrl_generational.indexing import as_rows, leading_shape, rows_of, rows_written
+from torchrl_generational.indexing import as_rows, cells_in, leading_shape, rows_of, rows_written
 from torchrl_generational.parts import BufferParts
 
 __all__ = ["GenerationalReplayBufferMixin"]
@@ -209,8 +209,7 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
                 rows = as_rows(rows_written(index if self.dim_extend == 0 else slice(None), num_rows), num_rows)
             super().__setitem__(index, value)
             rows = rows[rows < storage._len_along_dim0]
-            inner = torch.arange(storage.generations.shape[1:].numel())
-            cells = (rows[:, None] * inner.numel() + inner).reshape(-1)
+            cells = cells_in(rows, storage.generations.shape)
             for entity in storage._attached_entities:
                 entity.mark_update(cells)
 

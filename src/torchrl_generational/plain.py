@@ -65,13 +65,13 @@ def objects_in(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def unshared(value: Any) -> Any:
-    """A copy of a prefetched sample that shares no memory with it, and no autograd graph."""
+    """A copy of a sample, or of a storage's state, that shares no memory with it, and no autograd graph."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if is_tensor_collection(value):
         return value.detach().clone()
     if isinstance(value, dict):
-        twin = copy(value)
+        twin = copy(value)  # with its attributes: tensordict keeps the batch size of a state in one
         twin.update((key, unshared(entry)) for key, entry in value.items())
         return twin
     if isinstance(value, tuple | list):

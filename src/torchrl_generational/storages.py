@@ -7,7 +7,6 @@ The storage is the only place where stamps advance: every road by which a slot r
 from __future__ import annotations
 
 import json
-from copy import copy
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,7 +199,7 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
         Entries that are no tensors, which TorchRL leaves out, are in it too.
         """
         state: dict[str, Any] = super().state_dict()
-        state["_storage"] = _snapshot(state["_storage"])
+        state["_storage"] = unshared(state["_storage"])
         if is_tensor_collection(self._storage):
             state[_OBJECTS] = [[list(key), to_plain(entry)] for key, entry in objects_in(self._storage)]
         return state
@@ -280,16 +279,6 @@ def _broadcasts(shape: torch.Size, expected: tuple[int, ...]) -> bool:
     if len(shape) > len(expected):
         return False
     return all(size in (1, wanted) for size, wanted in zip(shape[::-1], expected[::-1], strict=False))
-
-
-def _snapshot(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return state.clone()
-    if isinstance(state, dict):
-        result = copy(state)  # with its attributes: tensordict keeps the batch size in one
-        result.update((key, _snapshot(value)) for key, value in state.items())
-        return result
-    return state
 
 
 def _without_handles(data: Any) -> Any:

@@ -19,7 +19,7 @@ from torchrl_generational.indexing import rows_written
 
 __all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
 
-ORIGIN = "_generation_"  # before the names of what a checkpoint says about its stamps
+_ORIGIN = "_generation_"  # before the names of what a checkpoint says about its stamps
 
 # A plain class, which stands in front of one of TorchRL's.
 _Base: Any = RoundRobinWriter if TYPE_CHECKING else object
@@ -85,7 +85,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
     def state_dict(self) -> dict[str, Any]:
         """TorchRL's state, and where its stamps come from. Numbers and tensors only."""
         state: dict[str, Any] = super().state_dict()
-        state.update({ORIGIN + key: value for key, value in self._origin_now().items()})
+        state.update(named_origin(self._origin_now()))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -99,8 +99,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         """Saves the state in TorchRL's layout, and where its stamps come from beside it."""
         super().dumps(path)
         metadata = Path(path) / "metadata.json"
-        origin = {ORIGIN + key: value for key, value in self._origin_now().items()}
-        metadata.write_text(json.dumps(json.loads(metadata.read_text()) | origin))
+        metadata.write_text(json.dumps(json.loads(metadata.read_text()) | named_origin(self._origin_now())))
 
     def loads(self, path: Any) -> None:
         """Takes over what :meth:`dumps` saved, or TorchRL's."""
@@ -219,8 +218,13 @@ def stamps_in(storage: Any) -> torch.Tensor:
     return stamps[: storage.generations.shape[0]]
 
 
+def named_origin(origin: dict[str, int]) -> dict[str, int]:
+    """Where stamps come from, under the names that checkpoints give it; :func:`origin_in` reads them."""
+    return {_ORIGIN + key: value for key, value in origin.items()}
+
+
 def origin_in(state: dict[str, Any]) -> dict[str, int]:
-    return {key: int(state[ORIGIN + key]) for key in ("lineage", "incarnation") if ORIGIN + key in state}
+    return {key: int(state[_ORIGIN + key]) for key in ("lineage", "incarnation") if _ORIGIN + key in state}
 
 
 def withdraw_handles(data: Any) -> None:

@@ -100,8 +100,27 @@ def explore(build: Callable[[Sequencer], Scene], *, preemptions: int | None = 2,
 def replay(build: Callable[[Sequencer], Scene], schedule: str) -> None:
     """Runs a scene in the order of one schedule, such as ``"learner*3 writer*2 learner"``.
 
+    Args:
+        build: as for :func:`explore`.
+        schedule: names of threads in the order of their turns. Where it ends, each thread runs as far as it can.
+
     Raises:
-        RaceError: as the exploration that printed the schedule.
+        RaceError: as the exploration that printed the schedule, or if the schedule does not fit.
+
+    Example:
+        >>> class Two:
+        ...     def __init__(self, sequencer):
+        ...         self.seen = []
+        ...     def programs(self):
+        ...         return {"a": lambda: self.seen.append("a"), "b": lambda: self.seen.append("b")}
+        ...     def check(self):
+        ...         assert self.seen != ["b", "a"], "b came first"
+        >>> replay(Two, "a b")
+        >>> try:
+        ...     replay(Two, "b a")
+        ... except RaceError as error:
+        ...     print(error.problem)
+        b came first
     """
     path: list[tuple[list[str], int]] = []
     for part in schedule.split():

@@ -41,6 +41,18 @@ class BufferScene:
         threads: name -> steps, each the name of a method of this class and its arguments, e.g.
             ``{"learner": [("sample",), ("update",)], "writer": [("extend", 3)]}``.
         before: steps that are done before the threads start.
+
+    Raises:
+        AssertionError: from :meth:`check` and the steps, saying which promise is broken for which record.
+
+    Example:
+        >>> from torchrl_generational.testing import RaceSuite, explore
+        >>> def build(sequencer):
+        ...     torch.manual_seed(0)
+        ...     rb = RaceSuite().buffer(RaceSuite().storage(3), 3)
+        ...     return BufferScene(sequencer, [rb], {"learner": [("sample",), ("update",)], "writer": [("add",)]})
+        >>> explore(build, preemptions=1).complete
+        True
     """
 
     def __init__(
@@ -85,9 +97,8 @@ class BufferScene:
         if hasattr(storage, "lock"):
             if storage.lock not in self.sequencer.locks:
                 storage.lock = self.sequencer.lock()
-            for sampler in (rb.sampler,):
-                if hasattr(sampler, "lock"):
-                    sampler.lock = storage.lock
+            if hasattr(rb.sampler, "lock"):
+                rb.sampler.lock = storage.lock
         else:
             rb._replay_lock = self.sequencer.lock()
             rb._write_lock = self.sequencer.lock(quiet=True)
@@ -100,15 +111,21 @@ class BufferScene:
 
     def _point_after(self, owner: Any, name: str, label: str) -> None:
         point, cls = self.sequencer.point, type(owner)
-        if getattr(cls, "_instrumented", False) and name in vars(cls):
-            return
+        instrumented: frozenset[str] = getattr(cls, "_instrumented", frozenset())
+        if name in instrumented:
+            return  # a sibling's storage
 
         def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
             result = getattr(super(made, self), name)(*arguments, **keywords)
             point(f"the point between {label}")
             return result
 
-        namespace = {name: method, "__slots__": (), "_instrumented": True, "__module__": cls.__module__}
+        namespace = {
+            name: method,
+            "__slots__": (),
+            "_instrumented": instrumented | {name},
+            "__module__": cls.__module__,
+        }
         made: type = type(cls.__name__, (cls,), namespace)
         made.__qualname__ = cls.__qualname__
         owner.__class__ = made
@@ -125,24 +142,22 @@ class BufferScene:
 
     def fail(self, name: str, count: int, who: int = 0) -> None:
         """Writes new records, and the write fails when their data has changed: a full disk, say."""
-        storage = self.buffers[who].storage
         data = self._new(count)
         self.torn.update(data["x"].tolist())
-        base: Any = next(base for base in type(storage).__mro__ if base is TensorStorage)
-        original, me = base.set, threading.get_ident()
+        original, me = TensorStorage.set, threading.get_ident()
 
         def half(this: Any, cursor: Any, records: Any, **keywords: Any) -> None:
             original(this, cursor, records, **keywords)
             if threading.get_ident() == me:
                 raise OSError("no space left on device")
 
-        base.set = half
+        TensorStorage.set = half
         try:
             self.buffers[who].extend(data)
         except OSError:
             pass
         finally:
-            base.set = original
+            TensorStorage.set = original
 
     def sample(self, name: str, who: int = 0) -> None:
         """Draws a batch, which this thread's next ``update`` hands back."""

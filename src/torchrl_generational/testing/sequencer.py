@@ -154,7 +154,14 @@ class Sequencer:
 
 
 class SteppedLock(StorageLock):
-    """A reentrant lock whose outermost entry is a point of a :class:`Sequencer`."""
+    """A reentrant lock whose outermost entry is a point of a :class:`Sequencer`.
+
+    Example:
+        >>> sequencer = Sequencer(lambda names, last: names[0])
+        >>> lock = sequencer.lock()
+        >>> with lock, lock:  # on a thread of somebody else it is a plain lock
+        ...     pass
+    """
 
     __slots__ = ("_level", "_quiet", "_sequencer", "owner")
 
