@@ -235,11 +235,15 @@ def test_a_failed_write_leaves_the_cursor_for_the_next_one(monkeypatch):
         with pytest.raises(OSError, match="no space left"):
             rb.add(records(1, 100)[0])
     assert (rb.writer._cursor, rb.write_count, len(rb)) == before
-    assert rb.storage.generations.tolist() == [2, 1, 1, 0, 0, 0, 0, 0]  # nobody knows how far the writes came
+    # nobody knows how far the writes came: these slots hold no record, and are not drawn
+    assert rb.storage.generations.tolist() == [-4, -3, -3, 0, 0, 0, 0, 0]
+    assert not any((rb.sample()["index"] < 3).any() for _ in range(20))
     result = rb.update_priority_if_present(index=sample["index"], generation=sample["index_generation"], priority=9.0)
     assert torch.equal(result.stale_mask, sample["index"] < 3)
     rb.extend(records(3, 100))
     assert rb[:]["x"].tolist() == [100, 101, 102, 3, 4, 5, 6, 7]
+    assert rb.storage.generations.tolist() == [3, 2, 2, 0, 0, 0, 0, 0]
+    assert set(torch.cat([rb.sample()["index"] for _ in range(20)]).tolist()) == set(range(8))
 
 
 def test_data_that_does_not_fit_changes_nothing_at_all():

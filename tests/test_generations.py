@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_generational import GenerationalLazyTensorStorage, SlotGenerations, SupportsGenerations, TracksGenerations
-from torchrl_generational.generations import COUNT_BITS, generations_on
+from torchrl_generational.generations import COUNT_BITS
+from torchrl_generational.protocols import generations_on
 from torchrl_generational.writers import GenerationalRoundRobinWriter
 
 writes = st.one_of(

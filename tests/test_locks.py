@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
+import os
 import pickle
+import time
 
 import pytest
+from children import child_says, forked
 from support import TIMEOUT
 
+from torchrl_generational import process_locks
 from torchrl_generational.locks import StorageLock
 
 
@@ -28,15 +33,28 @@ def test_the_lock_is_reentrant_and_excludes_other_threads(shared, actors):
     assert actors.other(take_if_free)
 
 
+def taken_elsewhere(lock: StorageLock) -> bool:
+    """Whether another process finds the lock taken; asks the kernel, without waiting."""
+    with forked(lambda: os._exit(_try(lock._processes._file))) as child:
+        return child.exit_code() == 1
+
+
+def _try(file: int) -> int:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return 1
+    return 0
+
+
 def test_the_process_lock_is_taken_once_and_given_back_at_the_outermost_exit():
     lock = StorageLock()
     lock.share()
-    process_lock = lock._processes
     with lock:
         with lock:
-            assert not process_lock.acquire(block=False)
-        assert not process_lock.acquire(block=False)
-    assert process_lock.acquire(block=False)
+            assert taken_elsewhere(lock)
+        assert taken_elsewhere(lock)
+    assert not taken_elsewhere(lock)
 
 
 def test_sharing_while_the_lock_is_held_takes_effect_at_the_next_entry():
@@ -44,8 +62,8 @@ def test_sharing_while_the_lock_is_held_takes_effect_at_the_next_entry():
     with lock:
         lock.share()
     with lock:
-        assert not lock._processes.acquire(block=False)
-    assert lock._processes.acquire(block=False)
+        assert taken_elsewhere(lock)
+    assert not taken_elsewhere(lock)
 
 
 def test_sharing_again_keeps_the_lock_that_others_already_hold():
@@ -69,7 +87,7 @@ def test_a_copy_gets_locks_of_its_own(shared):
 
 
 def _child(lock, connection) -> None:
-    connection.send(lock._processes.acquire(block=False))
+    connection.send(_try(lock._processes._file))
     connection.recv()
     with lock:
         connection.send("entered")
@@ -84,9 +102,86 @@ def test_a_spawned_process_is_excluded():
     with lock:
         child.start()
         assert ours.poll(TIMEOUT)
-        assert ours.recv() is False  # held here, so not to be had there
+        assert ours.recv() == 1  # held here, so not to be had there
     ours.send("released")
     assert ours.poll(TIMEOUT)
     assert ours.recv() == "entered"
     child.join(TIMEOUT)
     assert child.exitcode == 0
+
+
+def test_a_killed_holder_gives_the_lock_back():
+    lock = StorageLock()
+    lock.share()
+    with forked(lambda: (lock.acquire(), child_says("held"), time.sleep(TIMEOUT))) as child:
+        child.wait_for("held")
+        assert taken_elsewhere(lock)
+        child.kill()
+    with lock:
+        pass
+
+
+def test_a_process_without_record_locks_is_warned_and_excluded_all_the_same(monkeypatch):
+    monkeypatch.setattr(process_locks, "fcntl", None)
+    lock = StorageLock()
+    with pytest.warns(RuntimeWarning, match="no lock that is released when its process is killed"):
+        lock.share()
+    with lock, lock:
+        assert not lock._processes._semaphore.acquire(block=False)
+    assert lock._processes._semaphore.acquire(block=False)
+
+
+def test_copies_of_a_lock_in_one_process_exclude_its_threads(actors):
+    """A buffer that was unpickled twice: the kernel's lock is one of the process."""
+    first = process_locks.KernelLock()
+    second = process_locks._rebuild(_Passed(os.dup(first._file)))
+    assert second is first
+    first.acquire()
+    assert not actors.other(lambda: second._threads.acquire(blocking=False))
+    first.release()
+    assert not taken_by_this_process(first)
+
+
+class _Passed:
+    """What multiprocessing passes a descriptor in."""
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+
+    def detach(self) -> int:
+        return self.file
+
+
+def taken_by_this_process(lock) -> bool:
+    with forked(lambda: os._exit(_try(lock._file))) as child:
+        return child.exit_code() == 1
+
+
+def test_the_lock_is_free_in_a_forked_child_whatever_threads_of_the_parent_hold(actors):
+    lock = StorageLock()
+    lock.share()
+    actors.other(lock.acquire)
+    with forked(lambda: os._exit(lock._threads.acquire(blocking=False))) as child:
+        assert child.exit_code() == 1
+    actors.other(lock.release)
+
+
+def test_two_locks_that_two_processes_take_in_turn_in_two_threads_are_no_deadlock(actors):
+    """The kernel counts locks by process, and takes this for a circle."""
+    first, second = StorageLock(), StorageLock()
+    first.share()
+    second.share()
+
+    def other_process() -> None:
+        second.acquire()
+        child_says("holds the second")
+        first.acquire()  # waits for this process
+        os._exit(0)
+
+    first.acquire()
+    with forked(other_process) as child:
+        child.wait_for("holds the second")
+        waiting = actors.start(second.acquire)  # in another thread: waits for the child
+        first.release()
+        assert child.exit_code() == 0
+        waiting.result(TIMEOUT)

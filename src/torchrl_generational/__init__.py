@@ -6,10 +6,11 @@ from torchrl_generational.buffers import (
     GenerationalTensorDictPrioritizedReplayBuffer,
     GenerationalTensorDictReplayBuffer,
 )
-from torchrl_generational.generations import SlotGenerations, SupportsGenerations, TracksGenerations
+from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.max_value import GenerationalTensorDictMaxValueWriter
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
+from torchrl_generational.protocols import SupportsGenerations, TracksGenerations
 from torchrl_generational.result import UpdateResult
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.storages import (

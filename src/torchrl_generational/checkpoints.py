@@ -37,7 +37,12 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         ``torch.load(..., weights_only=True)`` reads it, unless records or transforms hold other objects. TorchRL reads
         records and stamps, and neither the priorities nor the prefetched batches.
         """
-        state: dict[str, Any] = super().state_dict()
+        self._ready()
+        with self._futures_lock:
+            self.synchronize()  # work in flight needs the storage's lock
+            with self._exclusive():
+                self._catch_up_here()
+                state: dict[str, Any] = super().state_dict()
         prefetched = state["_prefetch_state"]
         state[_PREFETCHED] = to_plain(prefetched["queue"])
         state["_prefetch_state"] = prefetched | {"queue": ()}
@@ -57,6 +62,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         with self._futures_lock:
             self.synchronize()  # work in flight needs the storage's lock
             with self._exclusive():
+                self._refuse_restore()
                 storage = state_dict["_storage"]
                 self._check_records(_leaves(storage["_storage"]), storage["_len"])
                 self._check_stamps(state_dict["_writer"].get("_generation"))
@@ -89,6 +95,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         with self._futures_lock:
             self.synchronize()
             with self._exclusive():  # where the storage lies must not change before it is saved
+                self._catch_up_here()
                 if self._lies_in(path / "storage"):
                     manifest.begin_in_place(path)
                     super().dumps(path)
@@ -121,6 +128,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             manifest.settle(path)
             records_may_be_newer = manifest.verify(path)
             with self._exclusive():
+                self._refuse_restore()
                 self._check_stored_records(path / "storage")
                 saved = json.loads((path / "writer" / "metadata.json").read_text()).get("generation_shape")
                 self._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
@@ -146,6 +154,8 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             yield
         finally:
             storage._loading = None
+        if self._follower is not None and self._drawing_sampler() is self._sampler:  # which was loaded
+            self._follower.has_seen_all(storage)
         rows = int(storage._len_along_dim0 or 0) if storage.initialized else 0
         if rows and hasattr(self._writer, "_cursor"):
             storage._set_last_cursor(torch.tensor([(self._writer._cursor - 1) % rows]))

@@ -9,7 +9,7 @@ import torch
 from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
-from torchrl_generational.indexing import as_int64, cells_in, normalise_handles
+from torchrl_generational.indexing import as_int64, normalise_handles
 from torchrl_generational.leaves import store_priorities
 from torchrl_generational.priorities import match_shape
 from torchrl_generational.result import UpdateResult
@@ -28,9 +28,6 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     _conditional_rows: int = 0
     _conditional_updated: Any = 0
     _conditional_rejected: Any = 0
-    # Stamps that the learner has seen with sync=False, and what they were read from. Guarded by the same lock.
-    _seen_stamps: torch.Tensor | None = None
-    _seen_revision: Any = None
 
     def update_priority_if_present(self, *, index: Any, generation: Any, priority: Any) -> UpdateResult:
         """Updates the priorities of the records that are still in their slots, and says which those were.
@@ -203,6 +200,9 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     def _written_storage(self, method: str) -> Any:
         storage = self.storage  # initialises a buffer with delayed_init
         if not getattr(storage, "initialized", True):
+            with self._exclusive():  # takes over what another process wrote first
+                pass
+        if not getattr(storage, "initialized", True):
             raise RuntimeError(
                 f"{type(self).__name__}.{method}: conditional updates require an initialized storage, and nothing has "
                 "been written to this buffer yet. Call add() or extend() first."
@@ -220,35 +220,9 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         return sampler
 
     def _drawing_sampler(self) -> Any:
-        """The sampler that batches are drawn with; TorchRL keeps it apart from the writers' with ``sync=False``."""
-        return self._sampler if getattr(self, "_sync", True) else self.prioritized_sampler
-
-    def _catch_up(self) -> None:
-        """Gives records that other processes wrote their default priority (``sync=False``). Lock held."""
-        if not getattr(self, "_sync", True):
-            self._catch_up_prioritized_sampler()
-
-    def _catch_up_prioritized_sampler(self) -> None:
-        """TorchRL's, which goes by the count of records written and assumes that they are next to each other.
-
-        The stamps say which records are new to the learner, whoever wrote them where. O(rows) after a write.
-        """
-        with self._exclusive():
-            storage = self._storage
-            revision = (id(storage), storage._mutation_revision, len(storage))
-            if revision == self._seen_revision:
-                return
-            stamps = storage.slot_generations.values[: int(storage.generations.shape[0])]
-            seen = self._seen_stamps
-            same = seen is not None and seen.shape == stamps.shape and self._seen_revision[0] == id(storage)
-            changed = stamps != seen if same else stamps >= 0
-            rows = changed.nonzero()[:, 0]
-            rows = rows[rows < int(storage._len_along_dim0 or 0)]
-            if rows.numel():
-                cells = cells_in(rows, storage.generations.shape)
-                self.prioritized_sampler.mark_update(cells, storage=storage)
-            self._seen_stamps, self._seen_revision = stamps.clone(), revision
-            self._prioritized_sampler_write_count = self.write_count
+        """The sampler that batches are drawn with, in the process that keeps it."""
+        self._refuse_elsewhere()
+        return self._learners_sampler()
 
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's snapshot, plus totals of all conditional updates since construction.

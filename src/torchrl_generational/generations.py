@@ -1,4 +1,4 @@
-"""Slot generations: the stamps, the only code that reads or changes them, and the protocols to join in.
+"""Slot generations: the stamps, and the only code that reads or changes them.
 
 A slot's generation is an int64 that changes whenever the slot receives a new record: -1 while it was never written,
 0 for its first record, one more for each further record. ``(slot, generation)`` therefore names one record for ever.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import secrets
 from copy import copy
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
-from torchrl_generational.locks import StorageLock
+from torchrl_generational.changes import ChangeLog
 
-__all__ = ["GENERATION_KEY", "SlotGenerations", "SupportsGenerations", "TracksGenerations", "generations_on"]
+__all__ = ["GENERATION_KEY", "SlotGenerations"]
 
 #: The key (and info entry) under which a sample carries the generations of its records. TorchRL's own name.
 GENERATION_KEY = "index_generation"
@@ -42,15 +42,19 @@ class SlotGenerations:
     the one can be live in the other only then. A checkpoint of *another* buffer, known by its lineage, brings no
     stamps into a buffer that has issued some of its own: its records count as new there.
 
+    A slot whose last write did not end (it raised, or its process was killed) holds no record. Its stamp says so: it is
+    ``-2 - stamp``, which no handle carries, until the next record replaces what is there.
+
     The tensor is allocated once, at its full size, and only ever changed in place: it can be shared between
-    processes, incarnation included, and a view taken once stays good.
+    processes, incarnation included.
 
     Args:
         num_rows: number of rows that can be stamped.
         device: where the stamps live; lookups are free of synchronisation when it is the storage's device.
 
     Concurrency: no method locks. Whoever calls a method that changes stamps, and whoever needs a lookup to agree with
-    the data, holds the storage's lock.
+    the data, holds the storage's lock. Once shared, a process may be killed anywhere in :meth:`begin`,
+    :meth:`complete`, or between them.
 
     Example:
         >>> generations = SlotGenerations(4)
@@ -61,7 +65,7 @@ class SlotGenerations:
         tensor([ True, False, False])
     """
 
-    __slots__ = ("_loaded", "_state", "_values", "lineage")
+    __slots__ = ("_interrupted", "_loaded", "_shared", "_state", "_values", "lineage", "log")
 
     def __init__(self, num_rows: int, *, device: torch.device | str = "cpu") -> None:
         if num_rows < 0:
@@ -72,7 +76,12 @@ class SlotGenerations:
         self._values = self._state[:-1]
         #: Number of the family of timelines that these stamps belong to; equal stamps of one family name one record.
         self.lineage = secrets.randbits(62)
-        self._loaded: int | None = None  # the stamp of records loaded where there were none; guarded by the same lock
+        # The stamp of records loaded where there were none, and the log's time then; guarded by the same lock, as all.
+        self._loaded: tuple[int, int] | None = None
+        self._interrupted = False  # whether a write was ever left incomplete; in the log once shared
+        self._shared = False
+        #: What changed when, where a learner follows; see :meth:`keep_log`.
+        self.log: ChangeLog | None = None
 
     @property
     def values(self) -> torch.Tensor:
@@ -94,34 +103,117 @@ class SlotGenerations:
         """Number of the timeline that new stamps belong to; 0 until the first restore."""
         return int(self._state[-1]) >> COUNT_BITS
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the stamps lie in memory that processes share."""
+        return self._shared
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a write was ever left incomplete, so that a slot may hold no record. O(1)."""
+        return self.log.interrupted if self._shared and self.log is not None else self._interrupted
+
+    def keep_log(self) -> ChangeLog:
+        """Has every change noted from now on, for learners that catch up with it. Idempotent."""
+        if self.log is None:
+            self.log = ChangeLog(self.num_rows)
+        return self.log
+
+    def share(self) -> None:
+        """Moves stamps and log to shared memory; from now on a slot is marked while it is being written. Idempotent."""
+        if self._shared:
+            return
+        log = self.keep_log()
+        log.share()
+        self._state.share_memory_()  # type: ignore[no-untyped-call]
+        self._values = self._state[:-1]
+        self._shared = True
+        if self._interrupted:
+            log.begin()
+
     def advance(self, rows: int | slice | torch.Tensor) -> None:
         """Gives ``rows`` new records: one more generation for every time a row is named. O(rows).
 
         Call it *before* the data changes, so that a write that fails half-way leaves no handle live on a torn record.
+        :meth:`begin` and :meth:`complete` around the write also keep torn records out of samples.
 
         Args:
             rows: rows within ``[0, num_rows)``, as an int, a slice, a mask, or int64 of any shape on any device.
         """
         self._loaded = None
+        rows = self._named(rows)
+        if self.log is not None:
+            self.log.note(rows)
+            self.log.forget(rows)
         least = self._state[-1:] - 1
+        if isinstance(rows, torch.Tensor):
+            # the same value wherever a row is named more than once, so the order of these writes does not matter
+            self._values[rows] = torch.maximum(self._counted(self._values.index_select(0, rows)), least)
+            self._values.index_add_(0, rows, torch.ones_like(rows))
+        else:
+            part = self._values[rows]
+            torch.maximum(self._counted(part), least, out=part)
+            part += 1
+
+    def begin(self, rows: int | slice | torch.Tensor) -> None:
+        """Advances the stamps of ``rows``, whose records are about to be replaced; see :meth:`advance`.
+
+        Once shared, it marks them as being written as well, in the same step. Call :meth:`complete` after the data has
+        changed, or :meth:`abandon` if that fails.
+        """
+        log = self.log
+        if not self._shared or log is None:
+            self.advance(rows)
+            return
+        rows = self._named(rows)
+        log.note(rows)
+        log.begin()
+        log.forget(rows)
+        least = self._state[-1:] - 1
+        count: int | torch.Tensor = 1
+        if isinstance(rows, torch.Tensor):
+            rows, count = torch.unique(rows, return_counts=True)
+        self._values[rows] = _flipped(torch.maximum(self._counted(self._values[rows]), least) + count)
+
+    def complete(self, rows: int | slice | torch.Tensor) -> None:
+        """The data of ``rows`` has changed: they hold their new records. O(rows)."""
+        if self._shared and self.log is not None:
+            rows = self._named(rows)
+            stamps = self._values[rows]
+            self._values[rows] = torch.where(stamps < NEVER_WRITTEN, _flipped(stamps), stamps)
+            self.log.complete()
+
+    def abandon(self, rows: int | slice | torch.Tensor) -> None:
+        """The data of ``rows`` may have changed in part: they hold no record until the next one is written. O(rows)."""
+        rows = self._named(rows)
+        stamps = self._values[rows]
+        self._values[rows] = torch.where(stamps < NEVER_WRITTEN, stamps, _flipped(stamps))
+        self._interrupted = True
+
+    def _named(self, rows: int | slice | torch.Tensor) -> slice | torch.Tensor:
+        """Rows as a slice, or as one int64 dimension on the stamps' device."""
+        if isinstance(rows, int):
+            return slice(rows, rows + 1)
         if isinstance(rows, torch.Tensor):
             if rows.dtype == torch.bool:
                 rows = rows.nonzero()
             rows = rows.reshape(-1).to(self._values.device)
-            # the same value wherever a row is named more than once, so the order of these writes does not matter
-            self._values[rows] = torch.maximum(self._values.index_select(0, rows), least)
-            self._values.index_add_(0, rows, torch.ones_like(rows))
-        else:
-            part = self._values[slice(rows, rows + 1) if isinstance(rows, int) else rows]
-            torch.maximum(part, least, out=part)
-            part += 1
+        return rows
+
+    def _counted(self, stamps: torch.Tensor) -> torch.Tensor:
+        """Stamps without the mark of an incomplete write."""
+        return torch.where(stamps < NEVER_WRITTEN, _flipped(stamps), stamps) if self.interrupted else stamps
 
     def invalidate(self) -> None:
         """Makes every handle ever taken stale: each row that was written moves on by one. O(num_rows)."""
+        if self.log is not None:
+            self.log.note_all()
         self.advance(self._values >= 0)
 
     def mark_written(self, num_rows: int) -> None:
         """Stamps the first ``num_rows`` rows as holding a first record where they had none. O(num_rows)."""
+        if self.log is not None:
+            self.log.note(slice(num_rows))
         head = self._values[:num_rows]
         head.masked_fill_(head < 0, int(self._state[-1]))
 
@@ -145,12 +237,17 @@ class SlotGenerations:
         self.begin_incarnation(after=after)
         self.invalidate()
         self.mark_written(num_rows)
-        self._loaded = int(self._state[-1]) if unused and num_rows else None
+        self._loaded = (int(self._state[-1]), self._time()) if unused and num_rows else None
+
+    def _time(self) -> int:
+        return 0 if self.log is None else self.log.clock
 
     def _issued(self) -> bool:
         """Whether a handle may be about that was taken before the records that are here were loaded."""
-        written = self._values >= 0
-        return bool((written if self._loaded is None else written & (self._values != self._loaded)).any())
+        written = self._values != NEVER_WRITTEN
+        if self._loaded is not None and self._loaded[1] == self._time():
+            written &= self._values != self._loaded[0]
+        return bool(written.any())
 
     def lookup(self, rows: torch.Tensor) -> torch.Tensor:
         """Current stamps of ``rows``, which must lie within ``[0, num_rows)``. O(rows).
@@ -211,16 +308,23 @@ class SlotGenerations:
         """
         self.check(values)
         foreign = self.lineage != lineage and self._issued()
+        if self.log is not None:
+            self.log.note_all()
         latest = max(int(values.max()) >> COUNT_BITS, incarnation) if values.numel() else incarnation
         self.begin_incarnation(after=latest)
         self._values[values.shape[0] :] = NEVER_WRITTEN
         saved = values.to(self._values.device)
         if foreign:
-            saved = torch.where(saved >= 0, self._state[-1:], NEVER_WRITTEN)
+            base = torch.where(saved >= 0, self._state[-1:], _flipped(self._state[-1:]))
+            saved = torch.where(saved == NEVER_WRITTEN, NEVER_WRITTEN, base)
         elif lineage is not None:
             self.lineage = lineage
         self._values[: values.shape[0]] = saved
         self._loaded = None
+        if bool((saved < NEVER_WRITTEN).any()):
+            self._interrupted = True
+            if self._shared and self.log is not None:
+                self.log.begin()
 
     def to(self, device: torch.device | str) -> None:
         """Moves the stamps, e.g. when a storage with ``device="auto"`` learns where its data lives."""
@@ -230,84 +334,27 @@ class SlotGenerations:
     def clone(self) -> SlotGenerations:
         """These stamps as they are now, for a copy that is being pickled. O(num_rows)."""
         twin = copy(self)
+        twin._interrupted = self.interrupted
+        twin._shared = False
         twin._state = self._state.clone()
         twin._values = twin._state[:-1]
+        twin.log = None if self.log is None else self.log.clone()
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
         # For a process being spawned the tensor goes to shared memory: one timeline. Any other copy begins its own.
-        copy = get_spawning_popen() is None
-        return {"state": self._state, "lineage": self.lineage, "loaded": self._loaded, "copy": copy}
+        state = {name: getattr(self, name) for name in self.__slots__ if name != "_values"}
+        return state | {"copy": get_spawning_popen() is None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._state, self.lineage, self._loaded = state["state"], state["lineage"], state["loaded"]
+        new_timeline = state.pop("copy")
+        for name, value in state.items():
+            setattr(self, name, value)
         self._values = self._state[:-1]
-        if state["copy"]:
+        if new_timeline:
             self.begin_incarnation()
 
-    def __repr__(self) -> str:
-        return f"SlotGenerations(num_rows={self.num_rows}, incarnation={self.incarnation}, device={self.device})"
 
-
-@runtime_checkable
-class SupportsGenerations(Protocol):
-    """What a storage offers so that buffers, writers and samplers of this package work on it.
-
-    The storage promises that every road by which a slot receives a new record (its ``set``, and ``_empty`` and loads,
-    which replace all records) advances the stamps first, and that its ``state_dict`` is a snapshot. It does not lock;
-    buffers hold :attr:`lock` around it. *Testing your own writer or storage* in the documentation has an example.
-
-    Example:
-        >>> from torchrl_generational import GenerationalLazyTensorStorage
-        >>> isinstance(GenerationalLazyTensorStorage(4), SupportsGenerations)
-        True
-    """
-
-    @property
-    def supports_generations(self) -> bool:
-        """True."""
-
-    @property
-    def slot_generations(self) -> SlotGenerations:
-        """The stamps of the storage's dim-0 rows."""
-
-    @property
-    def generations(self) -> torch.Tensor:
-        """The stamps in the storage's index space: its shape is the range of valid indices."""
-
-    @property
-    def lock(self) -> StorageLock:
-        """The lock of everything that reads or changes this storage, held by all buffers on it. Can be set."""
-
-
-@runtime_checkable
-class TracksGenerations(Protocol):
-    """What a writer offers: TorchRL's own two names.
-
-    Example:
-        >>> from torchrl_generational import GenerationalRoundRobinWriter
-        >>> isinstance(GenerationalRoundRobinWriter(), TracksGenerations)
-        True
-    """
-
-    @property
-    def tracks_generations(self) -> bool:
-        """True."""
-
-    def generations_of(self, index: Any) -> torch.Tensor:
-        """Current stamps of the slots in ``index``, -1 for those never written or outside the storage."""
-
-
-def generations_on(storage: Any, *, user: str) -> SlotGenerations:
-    """The stamps of ``storage``, or a refusal that names the class to use.
-
-    Raises:
-        TypeError: if the storage cannot carry generations.
-    """
-    if not getattr(storage, "supports_generations", False):
-        raise TypeError(
-            f"{user} needs a storage that carries slot generations, got {type(storage).__name__}. Use "
-            "GenerationalLazyTensorStorage, GenerationalLazyMemmapStorage or GenerationalTensorStorage."
-        )
-    generations: SlotGenerations = storage.slot_generations
-    return generations
+def _flipped(stamps: torch.Tensor) -> torch.Tensor:
+    """Stamps as marked while their slots are being written; and back."""
+    return -2 - stamps

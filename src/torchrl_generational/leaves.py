@@ -9,10 +9,10 @@ import torch
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.indexing import keep_last
-from torchrl_generational.priorities import largest_priority
+from torchrl_generational.priorities import just_within, largest_priority
 from torchrl_generational.trees import read_leaves, tree_dtype, write_leaves
 
-__all__ = ["largest_but", "retransform", "store_priorities"]
+__all__ = ["forget", "largest_but", "retransform", "store_priorities"]
 
 
 def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
@@ -44,6 +44,14 @@ def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority:
     write_leaves(sampler, cells, torch.pow(priority + sampler._eps, sampler._alpha))
     tracked = sampler._max_priority_within_buffer and sampler._alpha != 0 and where is not None
     if tracked and bool((cells == where).any()):
+        sampler._max_priority = largest_but(sampler)
+
+
+def forget(sampler: PrioritizedSampler, cells: torch.Tensor) -> None:
+    """Has ``cells``, int64 ``[M]``, not drawn: they hold no record. The caller holds the storage's lock."""
+    write_leaves(sampler, cells, torch.zeros(cells.shape, dtype=tree_dtype(sampler), device=cells.device))
+    where = sampler._max_priority[1]
+    if sampler._max_priority_within_buffer and where is not None and bool((cells == where).any()):
         sampler._max_priority = largest_but(sampler)
 
 
@@ -102,5 +110,4 @@ def _lower_maximum(sampler: PrioritizedSampler, most: float) -> None:
     """Keeps the running maximum, which may be of a record long gone, to what the tree can hold for a new one."""
     maximum, where = sampler._max_priority
     if maximum is not None and maximum > most:
-        dtype = tree_dtype(sampler)
-        sampler._max_priority = (torch.tensor(most, dtype=dtype).nextafter(torch.zeros((), dtype=dtype)), where)
+        sampler._max_priority = (just_within(most, tree_dtype(sampler)), where)

@@ -7,10 +7,11 @@ that storage, and every method however nested, excludes every other.
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from multiprocessing.context import get_spawning_popen
 from typing import Any
+
+from torchrl_generational.process_locks import make_process_lock, renew_in_forked_children
 
 __all__ = ["StorageLock"]
 
@@ -21,10 +22,13 @@ class StorageLock:
     Order: the thread lock is taken first, then, on the outermost entry only, the process lock. Buffers take their
     futures lock before this one, never after.
 
-    Pickling for a spawned process keeps the process lock, so parent and child exclude each other. Any other copy
-    gets locks of its own.
+    A process that is killed while it holds the lock gives it back (on platforms with ``fcntl``; elsewhere
+    :meth:`share` warns). In a forked child it is free, whatever the parent's threads held.
 
-    Thread safety: this is the primitive that gives it.
+    Pickling for a process being started keeps the process lock, so parent and child exclude each other. Any other
+    copy gets locks of its own.
+
+    Thread and process safety: this is the primitive that gives it.
 
     Example:
         >>> lock = StorageLock()
@@ -32,11 +36,16 @@ class StorageLock:
         ...     pass
     """
 
-    __slots__ = ("_depth", "_held", "_processes", "_threads")
+    __slots__ = ("__weakref__", "_depth", "_held", "_processes", "_threads")
 
     def __init__(self) -> None:
+        self._processes: Any = None  # the process lock once shared; guarded by _threads
+        self.renew()
+        renew_in_forked_children(self)
+
+    def renew(self) -> None:
+        """Makes the lock one that no thread of this process holds: for a forked child, which has one thread."""
         self._threads = threading.RLock()
-        self._processes: Any = None  # a multiprocessing.Lock once shared; guarded by _threads
         self._depth = 0  # entries of the owning thread; guarded by _threads
         self._held: Any = None  # the process lock taken at depth 1; guarded by _threads
 
@@ -46,10 +55,14 @@ class StorageLock:
         return self._processes is not None
 
     def share(self) -> None:
-        """Makes the lock exclude other processes from the next outermost entry on. Idempotent."""
+        """Makes the lock exclude other processes from the next outermost entry on. Idempotent.
+
+        Warns:
+            RuntimeWarning: on a platform where a killed process does not give the lock back.
+        """
         with self._threads:
             if self._processes is None:
-                self._processes = multiprocessing.Lock()
+                self._processes = make_process_lock()
 
     def acquire(self) -> bool:
         """Blocks until this thread, and this process, hold the lock."""
@@ -86,4 +99,4 @@ class StorageLock:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
         processes = state["processes"]
-        self._processes = multiprocessing.Lock() if processes is True else processes
+        self._processes = make_process_lock() if processes is True else processes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter
 
-from torchrl_generational.generations import NEVER_WRITTEN, generations_on
+from torchrl_generational.counters import SharedCounter
+from torchrl_generational.generations import NEVER_WRITTEN
+from torchrl_generational.protocols import generations_on
 from torchrl_generational.writers import named_origin, origin_in, stamps_in, withdraw_handles
 
 __all__ = ["GenerationalTensorDictMaxValueWriter"]
@@ -68,7 +69,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
         if not track_generations:
             raise ValueError(f"{type(self).__name__} always tracks generations, got track_generations=False.")
         super().__init__(rank_key=rank_key, reduction=reduction, **kwargs)
-        self._write_count_value = multiprocessing.Value("q", 0)  # TorchRL counts in 32 bits
+        self._write_count_value = SharedCounter(0)  # TorchRL counts in 32 bits
 
     def register_storage(self, storage: Storage) -> None:
         """Binds the writer to ``storage``.
@@ -236,4 +237,4 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
         super().__setstate__(state)
         self._revision = None
         if write_count is not None:
-            self._write_count_value = multiprocessing.Value("q", write_count)
+            self._write_count_value = SharedCounter(write_count)

@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 
 from torchrl_generational.carrier import follow
@@ -23,7 +24,11 @@ from torchrl_generational.checkpoints import CheckedCheckpoints
 from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.indexing import as_rows, cells_in, leading_shape, rows_of, rows_written
+from torchrl_generational.leaves import forget
 from torchrl_generational.parts import BufferParts
+from torchrl_generational.processes import SharedByProcesses
+from torchrl_generational.sharing import SharableStorage
+from torchrl_generational.whole import rows_are_independent, whole_records
 
 __all__ = ["GenerationalReplayBufferMixin"]
 
@@ -36,7 +41,7 @@ _PLAIN_BUFFERS = (
 )
 
 
-class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, ConditionalUpdates):
+class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheckpoints, ConditionalUpdates):
     """Adds generations and conditional priority updates to a TorchRL buffer class; stands in front of it.
 
     The storage defaults to :class:`GenerationalLazyTensorStorage` of 1000 records and the writer to the round-robin
@@ -87,15 +92,6 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
     def _replay_lock(self, lock: Any) -> None:
         self.__dict__["_replay_lock"] = lock
 
-    def share(self, shared: bool = True) -> Any:
-        """Makes the storage's lock exclude other processes too. Returns the buffer."""
-        super().share(shared)
-        self._write_lock = contextlib.nullcontext()
-        storage = self.__dict__.get("_storage")
-        if shared and storage is not None:
-            storage.lock.share()
-        return self
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._initialized and hasattr(self._storage, "lock"):
@@ -128,17 +124,29 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
     def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
         with self._exclusive():
             storage = self._storage
+            sampler = self._drawing_sampler()
             self._catch_up()
-            index, info = self._drawing_sampler().sample(storage, batch_size)
-            if self._sample_unit is not None:
-                index, info = self._sample_unit.expand(index, info, storage)
-                if "anchor_index" in info:
-                    info["anchor_generation"] = self._generations_now(info["anchor_index"])
-            info["index"] = index
-            if self._sample_unit is not None or GENERATION_KEY not in info:
-                info[GENERATION_KEY] = self._generations_now(index)
+            if storage.slot_generations.interrupted:
+                alone = rows_are_independent(sampler, self._sample_unit)
+                index, info = whole_records(lambda: self._draw(sampler, batch_size), rows_alone=alone)
+                info["index"] = index
+            else:
+                index, info = self._draw(sampler, batch_size)
             data = storage.get(_on_device_of(index, storage))
         return self._finish_sample(data, info)
+
+    def _draw(self, sampler: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """An index, and an info with the handles of what it names. Lock held."""
+        storage = self._storage
+        index, info = sampler.sample(storage, batch_size)
+        if self._sample_unit is not None:
+            index, info = self._sample_unit.expand(index, info, storage)
+            if "anchor_index" in info:
+                info["anchor_generation"] = self._generations_now(info["anchor_index"])
+        info["index"] = index
+        if self._sample_unit is not None or GENERATION_KEY not in info:
+            info[GENERATION_KEY] = self._generations_now(index)
+        return index, info
 
     def _get_collate_fn(self, collate_fn: Any) -> None:
         self._collates_itself = collate_fn is not None
@@ -203,11 +211,18 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
             if isinstance(index, tuple):
                 # TorchRL writes this form through a view, past the storage's own set()
                 rows = self._rows_viewed(index)
-                storage.slot_generations.advance(rows)
+                generations = storage.slot_generations
+                try:
+                    generations.begin(rows)
+                    super().__setitem__(index, value)
+                except BaseException:
+                    getattr(storage, "abandon", generations.abandon)(rows)
+                    raise
+                generations.complete(rows)
             else:
                 num_rows = storage.slot_generations.num_rows
                 rows = as_rows(rows_written(index if self.dim_extend == 0 else slice(None), num_rows), num_rows)
-            super().__setitem__(index, value)
+                super().__setitem__(index, value)
             rows = rows[rows < storage._len_along_dim0]
             cells = cells_in(rows, storage.generations.shape)
             for entity in storage._attached_entities:
@@ -227,10 +242,21 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
         return assigned
 
     def mark_update(self, index: Any) -> None:
-        """Gives the records at ``index`` the sampler's default priority."""
+        """Gives the records at ``index`` the sampler's default priority.
+
+        Where a learner follows the writers (``shared``, ``sync=False``), it does so before it next samples or updates,
+        for the records that are new to it.
+        """
         self._ready()
         with self._exclusive():
-            super().mark_update(index)
+            if not self._follows:
+                super().mark_update(index)
+
+    def _records_torn(self, rows: torch.Tensor) -> None:
+        """Has slots not drawn that hold no record, because their last write did not end. Lock held."""
+        sampler = self._learners_sampler()
+        if not self._follows and isinstance(sampler, PrioritizedSampler):
+            forget(sampler, cells_in(rows, self._storage.generations.shape).to(sampler.device))
 
     def update_priority(self, index: Any, priority: Any) -> None:
         """Writes priorities by raw index, whatever record is there now; see the sampler's ``update_priority``.
@@ -242,7 +268,9 @@ class GenerationalReplayBufferMixin(BufferParts, CheckedCheckpoints, Conditional
                 given = torch.as_tensor(priority)
                 if given.is_floating_point():  # TorchRL makes it float32, whatever the tree's
                     priority = torch.as_tensor(priority, dtype=torch.float64)
+        self._ready()
         with self._exclusive():
+            self._refuse_elsewhere()
             self._catch_up()
             super().update_priority(index, priority)
 
@@ -304,8 +332,15 @@ class _Section:
             self.lock = self.buffer._replay_lock
             self.lock.acquire()
             if self.lock is self.buffer._replay_lock:
-                return
+                break
             self.lock.release()
+        storage = self.buffer.__dict__.get("_storage")
+        if not getattr(storage, "initialized", True) and isinstance(storage, SharableStorage):
+            try:
+                storage.join()
+            except BaseException:
+                self.lock.release()
+                raise
 
     def __exit__(self, *exc: object) -> None:
         self.lock.release()

@@ -13,7 +13,8 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 
-from torchrl_generational.generations import SupportsGenerations, generations_on
+from torchrl_generational.generations import NEVER_WRITTEN
+from torchrl_generational.protocols import SupportsGenerations, generations_on
 from torchrl_generational.samplers import GenerationalPrioritizedSampler, check_capacity
 from torchrl_generational.storages import GenerationalLazyTensorStorage
 from torchrl_generational.trees import read_leaves
@@ -34,6 +35,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     _storage: Any
     _sampler: Any
     _consume_after_n_samples: Any
+    _follower: Any
     _initializing: int | None = None  # the thread that puts the parts in place
     _default_writer: type[Writer] = GenerationalRoundRobinWriter
 
@@ -63,7 +65,10 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 self._initializing = None
             self._lend_lock()
             if self.shared:
-                self._storage.lock.share()
+                self._share_storage()
+            elif not getattr(self, "_sync", True) or self._storage.slot_generations.log is not None:
+                with self._storage.lock:
+                    self._keep_log(known=False)
 
     def _with_learners(self, sampler: Any) -> tuple[Any, Any]:
         """``sampler``, and the one that TorchRL keeps for the learner with ``sync=False`` (else ``None``)."""
@@ -116,6 +121,8 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 "GenerationalRoundRobinWriter, GenerationalTensorDictRoundRobinWriter or "
                 "GenerationalTensorDictMaxValueWriter."
             )
+        if self.shared or storage.lock.is_shared:
+            self._check_sharable(storage, sampler, writer)
         for candidate in self._with_learners(sampler):
             if isinstance(candidate, GenerationalPrioritizedSampler):
                 candidate.fit(storage)
@@ -152,8 +159,10 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         Raises:
             TypeError: if it cannot carry generations.
             ValueError: if it is larger than the sampler.
+            RuntimeError: if processes share this buffer.
         """
         self._ready()
+        self._refuse_exchange("set_storage")
         with self._futures_lock:
             self._drop_prefetched()
             with self._exclusive():
@@ -175,10 +184,11 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                     storage.attach(self)
                     self._writer.register_storage(storage)
                     self._place_cursor(self._writer, reached)
+                    self._follower = None
                     self._records_replaced()
                     self._lend_lock()
-                    if self.shared:
-                        storage.lock.share()
+                    if not getattr(self, "_sync", True):
+                        self._keep_log(known=True)
         return previous
 
     def set_writer(self, writer: Writer) -> Writer:
@@ -188,8 +198,10 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
 
         Raises:
             TypeError: if it does not track generations.
+            RuntimeError: if processes share this buffer.
         """
         self._ready()
+        self._refuse_exchange("set_writer")
         with self._exclusive():
             self._check_parts(self._storage, self._sampler, writer)
             previous: Writer = super().set_writer(writer)
@@ -211,9 +223,11 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
 
         Raises:
             ValueError: if it has priorities and is smaller than the storage.
+            RuntimeError: in another process than the one that made a shared buffer.
         """
         self._ready()
         with self._exclusive():
+            self._refuse_elsewhere()
             self._check_parts(self._storage, sampler, self._writer)
             previous, consumed = self._sampler, self._consume_after_n_samples
             try:
@@ -223,6 +237,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 raise
             self._lend_lock()
             self._give_priorities(sampler)
+            self._follow(known=True)
         exchanged: Sampler = previous
         return exchanged
 
@@ -232,6 +247,8 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             if sampler is not None:
                 sampler._empty()
                 self._give_priorities(sampler)
+        if self._follower is not None:
+            self._follower.has_seen_all(self._storage)
         self._place_cursor(self._writer, getattr(self._writer, "_cursor", 0))
 
     def _give_priorities(self, sampler: Any) -> None:
@@ -241,6 +258,9 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         count = len(self._storage) if getattr(self._storage, "initialized", True) else 0
         if isinstance(sampler, PrioritizedSampler) and count:
             cells = torch.arange(count, device=sampler.device)
+            if self._storage.slot_generations.interrupted:  # slots whose last write did not end hold no record
+                whole = self._storage.generations.reshape(-1)[:count] >= NEVER_WRITTEN
+                cells = cells[whole.to(cells.device)]
             missing = cells[read_leaves(sampler._sum_tree, cells) == 0]
             if missing.numel():
                 sampler.mark_update(missing)

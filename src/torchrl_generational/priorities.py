@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["as_priority", "largest_priority", "match_shape"]
+__all__ = ["as_priority", "just_within", "largest_priority", "match_shape"]
 
 
 def as_priority(
@@ -98,3 +98,8 @@ def largest_priority(*, alpha: float, eps: float, capacity: int, dtype: torch.dt
         return float((torch.finfo(dtype).max / capacity) ** (1.0 / alpha)) - eps
     except OverflowError:  # alpha is small: every number fits
         return math.inf
+
+
+def just_within(most: float, dtype: torch.dtype) -> torch.Tensor:
+    """The largest number of ``dtype`` below ``most``, 0-d."""
+    return torch.tensor(most, dtype=dtype).nextafter(torch.zeros((), dtype=dtype))

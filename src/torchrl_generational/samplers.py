@@ -12,13 +12,14 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_generational.draws import draw
-from torchrl_generational.generations import GENERATION_KEY, generations_on
+from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import as_int64, bounds_of, cells_of, rows_of
 from torchrl_generational.leaves import largest_but, retransform, store_priorities
 from torchrl_generational.priorities import as_priority, largest_priority
+from torchrl_generational.protocols import generations_on
 from torchrl_generational.trees import TreeState, double_sums, read_leaves, tree_dtype, write_leaves
 
-__all__ = ["GenerationalPrioritizedSampler", "check_capacity", "checked_priority", "has_own_update"]
+__all__ = ["GenerationalPrioritizedSampler", "check_capacity", "checked_priority", "has_own_update", "most_priority"]
 
 
 def check_capacity(sampler: PrioritizedSampler, storage: Any) -> None:
@@ -41,11 +42,17 @@ def _num_cells(storage: Any) -> int:
     return int(storage.max_size if generations is None else generations.numel())
 
 
-def checked_priority(sampler: PrioritizedSampler, priority: Any, *, name: str = "priority") -> torch.Tensor:
+def checked_priority(sampler: Any, priority: Any, *, name: str = "priority") -> torch.Tensor:
     """``priority`` as values that ``sampler``'s trees can hold; see :func:`as_priority`."""
+    return as_priority(
+        priority, dtype=tree_dtype(sampler), device=sampler.device, most=most_priority(sampler), name=name
+    )
+
+
+def most_priority(sampler: Any) -> float:
+    """The largest priority that ``sampler``'s trees can hold in every slot."""
     dtype = tree_dtype(sampler)
-    most = largest_priority(alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity, dtype=dtype)
-    return as_priority(priority, dtype=dtype, device=sampler.device, most=most, name=name)
+    return largest_priority(alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity, dtype=dtype)
 
 
 def _as_exponent(name: str, value: Any) -> float:

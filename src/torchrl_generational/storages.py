@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, is_tensor_collection, is_tensorclass
@@ -21,9 +21,10 @@ from torchrl.data.replay_buffers.storages import (
 )
 
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
-from torchrl_generational.indexing import keep_last, rows_written
+from torchrl_generational.indexing import as_rows, keep_last, rows_written
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import from_plain, objects_in, to_plain, unshared
+from torchrl_generational.sharing import SharableStorage
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
 
@@ -31,11 +32,8 @@ _METADATA = "storage_metadata.json"  # TorchRL's
 _OBJECTS = "_generational_objects"  # of a state dict: entries that are no tensors
 _NOTHING = "never_written"  # in it: saved before the first write
 
-# A plain class, which stands in front of one of TorchRL's.
-_Base: Any = TensorStorage if TYPE_CHECKING else object
 
-
-class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyped
+class GenerationalStorageMixin(SharableStorage):
     """Adds stamps and the lock that guards them to one of TorchRL's tensor storages.
 
     Attributes:
@@ -131,18 +129,32 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
             return
         num_rows = self._rows_for(cursor, data)
         rows = rows_written(cursor, num_rows)
-        if self.initialized:
+        if self.initialized or self.join():
             _refuse_misfits(self._storage, data, cursor)
-        self._generations.advance(rows)
         if isinstance(rows, torch.Tensor) and isinstance(cursor, torch.Tensor) and cursor.shape == rows.shape:
             keep = _last_of_each(rows, num_rows)
             if keep is not None:
                 cursor, data = cursor[keep], _select(data, keep)
-        super().set(cursor, data, set_cursor=set_cursor)
-        if set_cursor:
-            self.reach(rows)
+        try:
+            self._generations.begin(rows)
+            super().set(cursor, data, set_cursor=set_cursor)
+            if set_cursor:
+                self.reach(rows)
+        except BaseException:
+            self.abandon(rows)
+            raise
+        self._generations.complete(rows)
         if self._generations.device != torch.device(self._stamp_device()):
             self._generations.to(self._stamp_device())
+
+    def abandon(self, rows: int | slice | torch.Tensor) -> None:
+        """A write to ``rows`` did not end: they hold no record until the next one, and are not drawn."""
+        self._generations.abandon(rows)
+        reached = int(self._len_along_dim0 or 0)
+        torn = as_rows(rows, self._generations.num_rows)
+        for buffer in self._attached_entities:
+            if hasattr(buffer, "_records_torn"):
+                buffer._records_torn(torn[torn < reached])
 
     def _get_new_len(self, data: Any, cursor: Any) -> None:
         """TorchRL counts the records written, before it writes them. See :meth:`reach`."""
@@ -185,6 +197,7 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
             if get_spawning_popen() is None:
                 state["_storage"] = tree_map(unshared, state["_storage"])
                 state["_generations"] = self._generations.clone()
+                self._without_files(state)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -209,7 +222,8 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
         if self.initialized and not state_dict["initialized"]:
             self._empty()  # TorchRL leaves the records of before beside the mark that there are none
         else:
-            super().load_state_dict(state_dict)
+            with self._loading_in_place():
+                super().load_state_dict(state_dict)
         for key, entry in state_dict.get(_OBJECTS, ()):
             with self._storage.unlock_():
                 self._storage.set(tuple(key), from_plain(entry))
@@ -231,7 +245,8 @@ class GenerationalStorageMixin(_Base):  # type: ignore[misc]  # TorchRL is untyp
         if metadata.exists() and json.loads(metadata.read_text()).get(_NOTHING):
             self._empty()  # TorchRL's storage has no way back to one that knows no shapes
         else:
-            super().loads(path)
+            with self._loading_in_place():
+                super().loads(path)
         self._replaced()
 
     def _replaced(self) -> None:

@@ -8,12 +8,13 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
+from torchrl_generational.indexing import keep_last
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
+from torchrl_generational.processes import keeps_priorities
 from torchrl_generational.result import UpdateResult
 from torchrl_generational.samplers import checked_priority
 from torchrl_generational.writers import GenerationalTensorDictRoundRobinWriter
@@ -111,8 +112,6 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             ValueError: if the priority entry is NaN, infinite, negative or too large; nothing has been written then.
         """
         self._ready()
-        if not getattr(self, "_sync", True):
-            return super().add(data)
         # User code, possibly slow: before the lock, as in TorchRL.
         if self._transform is not None:
             with _set_dispatch_td_nn_modules(is_tensor_collection(data)):
@@ -125,10 +124,12 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             if index is not None:
                 if is_tensor_collection(data):
                     self._set_index_in_td(data, index)
-                if self._storage.ndim == 1:
+                if self._follows:
+                    self._leave_first_priority(index, priority, 1)
+                elif self._storage.ndim == 1:
                     self.update_tensordict_priority(data)
                 elif priority is not None:
-                    self.update_priority(index, self._per_cell(priority, index.shape[0]))
+                    self.update_priority(index, self._per_record(priority, index.shape[0]))
         return index
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
@@ -143,7 +144,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             RuntimeError: if there is not one first priority per record; nothing has been written then.
         """
         self._ready()
-        if not getattr(self, "_sync", True) or not isinstance(tensordicts, TensorDictBase):
+        if not isinstance(tensordicts, TensorDictBase):
             written: torch.Tensor = super().extend(tensordicts, update_priority=update_priority)
             return written
         if self._transform is not None:
@@ -154,7 +155,8 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         if update_priority is None or update_priority:
             priority = self._first_priority(tensordicts)
             records = tensordicts.batch_size[: self._storage.ndim].numel()
-            if priority is not None and priority.numel() != records and isinstance(self._sampler, PrioritizedSampler):
+            sampler = self._learners_sampler()
+            if priority is not None and priority.numel() != records and keeps_priorities(sampler):
                 raise RuntimeError(
                     f"Failed to update priority of extended data: {records} records came with {self.priority_key!r} "
                     f"of shape {tuple(priority.shape)}. Nothing was written. Pass one priority per record, or set "
@@ -163,23 +165,38 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         with self._exclusive():
             index: torch.Tensor = self._extend(tensordicts)
             self._set_index_in_td(tensordicts, index)
-            if priority is not None:
+            if self._follows:
+                self._leave_first_priority(index, priority, len(index))
+            elif priority is not None:
                 self.update_priority(index, priority)
         return index
+
+    def _leave_first_priority(self, index: Any, priority: Any, records: int) -> None:
+        """Leaves the first priorities of records just written where the learner finds them. Lock held."""
+        log = self._storage.slot_generations.log
+        if priority is None or log is None or self._storage.ndim > 1:
+            return
+        first = self._per_record(torch.as_tensor(priority).detach().float().cpu(), records)
+        rows = torch.as_tensor(index).reshape(-1).cpu()
+        keep = keep_last(rows)
+        if keep is not None:
+            rows, first = rows[keep], first[keep]
+        real = rows >= 0  # -1: not stored
+        log.give(rows[real], first[real])
 
     def _first_priority(self, data: Any) -> Any:
         """The priority entry of data about to be written, refused before anything is if no tree can hold it."""
         priority = data.get(self.priority_key, None) if is_tensor_collection(data) else None
-        sampler = self._sampler
-        if priority is not None and isinstance(sampler, PrioritizedSampler):
+        sampler = self._learners_sampler()
+        if priority is not None and keeps_priorities(sampler):
             name = f"entry {self.priority_key!r}"
             checked_priority(sampler, priority, name=name)
         return priority
 
-    def _per_cell(self, priority: torch.Tensor, cells: int) -> torch.Tensor:
-        """First priorities of the cells of one row, ``[cells]``."""
-        priority = priority.reshape(cells, -1)
-        reduction: str = getattr(self._sampler, "reduction", "max")
+    def _per_record(self, priority: torch.Tensor, records: int) -> torch.Tensor:
+        """First priorities of records, or of the cells of one row: ``[records]``."""
+        priority = priority.reshape(records, -1)
+        reduction: str = getattr(self._learners_sampler(), "reduction", "max")
         reduced: torch.Tensor = _reduce(priority, reduction, dim=-1) if priority.shape[-1] > 1 else priority[:, 0]
         return reduced
 

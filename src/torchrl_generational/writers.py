@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +13,24 @@ from tensordict import is_tensor_collection, is_tensorclass
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
-from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN, generations_on
+from torchrl_generational.counters import SharedCounter
+from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
 from torchrl_generational.indexing import rows_written
+from torchrl_generational.protocols import generations_on
 
 __all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
 
 _ORIGIN = "_generation_"  # before the names of what a checkpoint says about its stamps
+
+
+class _Number:
+    """Stands in for a counter while a write is under way."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
 
 # A plain class, which stands in front of one of TorchRL's.
 _Base: Any = RoundRobinWriter if TYPE_CHECKING else object
@@ -42,18 +53,19 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
             )
         self._origin = {}
         self._compilable = bool(compilable)
-        self._count_in_64_bits(0)
+        self._own_counters(0, 0)
         super().__init__(compilable=bool(compilable), track_generations=True)
 
-    def _count_in_64_bits(self, write_count: int) -> None:
-        """TorchRL counts records in 32 bits, which a run of days leaves behind."""
-        self._write_count_value = write_count if self._compilable else multiprocessing.Value("q", write_count)
+    def _own_counters(self, cursor: int, write_count: int) -> None:
+        """Takes the place of TorchRL's: 64 bits, and no locks that a killed process would keep."""
+        own: Any = (lambda value: value) if self._compilable else SharedCounter
+        self._cursor_value, self._write_count_value = own(cursor), own(write_count)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        write_count = state.pop("write_count__context", None)
+        cursor, write_count = state.pop("cursor__context", None), state.pop("write_count__context", None)
         super().__setstate__(state)
-        if write_count is not None:
-            self._count_in_64_bits(write_count)
+        if cursor is not None and write_count is not None:
+            self._own_counters(cursor, write_count)
 
     def register_storage(self, storage: Storage) -> None:
         """Binds the writer to ``storage``. Stamps that were loaded before go to it, unless it has live ones.
@@ -128,7 +140,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Writes one record and returns its index. A write that fails leaves the cursor where it was."""
-        with self._cursor_back_on_error():
+        with self._moving_last():
             result: int | torch.Tensor = super().add(data)
             return result
 
@@ -137,18 +149,32 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
         A write that fails leaves the cursor where it was, so that the next one goes over its slots again.
         """
-        with self._cursor_back_on_error():
+        with self._moving_last():
             result: torch.Tensor = super().extend(data)
             return result
 
     @contextlib.contextmanager
-    def _cursor_back_on_error(self) -> Iterator[None]:
-        cursor, write_count = self._cursor, self._write_count
+    def _moving_last(self) -> Iterator[None]:
+        """Moves cursor and count when the records are there, where TorchRL moves them first.
+
+        A write that fails, or a process that is killed in the middle of one, leaves them where they were, so that the
+        next write goes over the same slots again. Lock held.
+        """
+        if self._compilable:
+            before = self._cursor, self._write_count
+            try:
+                yield
+            except BaseException:
+                self._cursor, self._write_count = before
+                raise
+            return
+        shared = self._cursor_value, self._write_count_value
+        moved = self._cursor_value, self._write_count_value = _Number(shared[0].value), _Number(shared[1].value)
         try:
             yield
-        except BaseException:
-            self._cursor, self._write_count = cursor, write_count
-            raise
+        finally:
+            self._cursor_value, self._write_count_value = shared
+        self._cursor, self._write_count = (number.value for number in moved)
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """Starts again at slot 0; the storage's own ``_empty`` makes the handles stale."""

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers.storages import TensorStorage
 
+from torchrl_generational.generations import NEVER_WRITTEN
 from torchrl_generational.testing.sequencer import Sequencer
 
 __all__ = ["BufferScene"]
@@ -33,7 +34,8 @@ class BufferScene:
     - a sample's handles are those of its records;
     - a priority is the first one or the TD error of the very record in its slot;
     - an update takes every record that is there, and none that is gone, and nothing undoes it;
-    - every slot below the length has a priority, and the root of the tree is the sum of its leaves.
+    - every slot below the length has a priority, save where a write did not end and the storage says so, and the root
+      of the tree is the sum of its leaves.
 
     Args:
         sequencer: of the run.
@@ -67,7 +69,7 @@ class BufferScene:
         self.names: dict[tuple[int, int, int], int] = {}  # (storage, slot, generation) -> record
         self.samples: dict[str, Any] = {}
         self.written: list[int] = []  # records in the order in which their writes began
-        self.torn: set[int] = set()  # records whose write failed: their slots keep the priority of before
+        self.torn: set[int] = set()  # records whose write failed: their slots may keep the priority of before
         self.taken: set[tuple[int, int]] = set()  # (buffer, record) whose TD error has arrived
         self.restored = 0
         self.states: dict[str, Any] = {}
@@ -173,6 +175,7 @@ class BufferScene:
     def _keep(self, name: str, sample: Any, who: int) -> None:
         assert "index_generation" in sample, "samples carry no index_generation: nothing can be known about them later."
         for slot, generation, record in self._rows(sample):
+            assert generation >= NEVER_WRITTEN, f"a sample holds slot {slot}, whose last write did not end."
             self._name(who, slot, generation, record)
         self.samples[name] = (sample, self.restored)
 
@@ -241,12 +244,16 @@ class BufferScene:
             held = self._held(who)
             if not held:
                 continue
-            slots = torch.arange(len(held))
-            for slot, generation in enumerate(rb.writer.generations_of(slots).tolist()):
-                self._name(who, slot, generation, held[slot])
+            generations = rb.writer.generations_of(torch.arange(len(held))).tolist()
+            for slot, generation in enumerate(generations):
+                if generation >= NEVER_WRITTEN:
+                    self._name(who, slot, generation, held[slot])
             tree = rb.sampler._sum_tree
             every = torch.as_tensor(tree[torch.arange(rb.sampler.max_size)]).reshape(-1).double()
             for slot, priority in enumerate(every[: len(held)].tolist()):
+                if generations[slot] < NEVER_WRITTEN:
+                    assert priority == 0, f"slot {slot}, whose last write did not end, has a priority."
+                    continue
                 assert priority > 0, f"slot {slot} holds record {held[slot]} and has no priority."
                 if held[slot] in self.torn:
                     continue

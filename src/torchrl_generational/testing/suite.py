@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_generational.buffers import GenerationalTensorDictPrioritizedReplayBuffer
-from torchrl_generational.generations import SupportsGenerations, TracksGenerations
+from torchrl_generational.protocols import SupportsGenerations, TracksGenerations
 from torchrl_generational.storages import GenerationalLazyTensorStorage
 from torchrl_generational.testing.explorer import Report, explore
 from torchrl_generational.testing.scene import BufferScene

@@ -1,0 +1,120 @@
+"""What the writers of a storage leave for a learner that keeps its priorities apart: where to look, and what for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["BLOCK", "ChangeLog"]
+
+#: Slots per entry of the table of changes.
+BLOCK = 256
+
+_CLOCK, _EMPTIED, _BEGUN, _COMPLETED, _GIVEN, _HEADER = range(6)
+
+
+class ChangeLog:
+    """A clock that each write advances, its time at the last write to each block of slots, and first priorities.
+
+    A learner that remembers the time at which it last looked finds what was written since in time proportional to
+    that, whoever wrote it and where. 8 bytes per 256 slots, and 4 bytes per slot for the priorities.
+
+    It lies in one piece of memory of fixed size, which processes can share.
+
+    Args:
+        num_rows: slots of the storage.
+
+    Concurrency: no method locks; the storage's lock guards everything here. A process that is killed between any two
+    of its steps leaves a log from which nothing is missing: the clock and the blocks come before what they announce.
+    """
+
+    __slots__ = ("_numbers", "_priorities", "_state")
+
+    def __init__(self, num_rows: int) -> None:
+        blocks = -(-num_rows // BLOCK)
+        self._state = torch.zeros(_HEADER + blocks, dtype=torch.int64)
+        self._priorities = torch.full((num_rows,), torch.nan)
+        self._numbers: np.ndarray[Any, np.dtype[np.int64]] = self._state.numpy()
+
+    def share(self) -> None:
+        """Moves the log to shared memory."""
+        self._state.share_memory_()  # type: ignore[no-untyped-call]
+        self._priorities.share_memory_()  # type: ignore[no-untyped-call]
+        self._numbers = self._state.numpy()
+
+    @property
+    def clock(self) -> int:
+        """The time of the last change."""
+        return int(self._numbers[_CLOCK])
+
+    @property
+    def emptied(self) -> int:
+        """The time at which all records were last removed or replaced, 0 if never."""
+        return int(self._numbers[_EMPTIED])
+
+    def note(self, rows: int | slice | torch.Tensor) -> None:
+        """Says that ``rows`` are about to change. O(rows)."""
+        numbers = self._numbers
+        blocks = numbers[_HEADER:]
+        numbers[_CLOCK] += 1
+        clock = numbers[_CLOCK]
+        if isinstance(rows, int):
+            blocks[rows // BLOCK] = clock
+        elif isinstance(rows, slice):
+            named = range(len(self._priorities))[rows]
+            if named:
+                first, last = sorted((named[0], named[-1]))
+                blocks[first // BLOCK : last // BLOCK + 1] = clock
+        else:
+            blocks[rows.cpu().numpy().reshape(-1) // BLOCK] = clock
+
+    def note_all(self) -> None:
+        """Says that all records are about to be removed or replaced. O(capacity / 256)."""
+        self.note(slice(None))
+        self._numbers[_EMPTIED] = self.clock
+
+    def changed_since(self, time: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Blocks with a change after ``time``. O(capacity / 256)."""
+        return np.flatnonzero(self._numbers[_HEADER:] > time)
+
+    def begin(self) -> None:
+        """A write begins. Where one has not been completed when the next process enters, its writer is gone."""
+        self._numbers[_BEGUN] += 1
+
+    def complete(self) -> None:
+        """The write that began last is complete."""
+        self._numbers[_COMPLETED] += 1
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a write was ever left incomplete. Meant for whoever holds the lock and does not write."""
+        return bool(self._numbers[_BEGUN] != self._numbers[_COMPLETED])
+
+    def forget(self, rows: int | slice | torch.Tensor) -> None:
+        """The records in ``rows`` are being replaced: their first priorities are not those of the next. O(rows)."""
+        if self._numbers[_GIVEN]:  # else there is none
+            self._priorities[rows] = torch.nan
+
+    def give(self, rows: torch.Tensor, priority: torch.Tensor) -> None:
+        """First priorities of the records that were just written to ``rows``: float32, 0-d or ``[rows]``. O(rows)."""
+        self._numbers[_GIVEN] = 1
+        self._priorities[rows] = priority
+
+    def given(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """First priorities of the records in ``rows``, NaN where there is none; ``None`` if none was ever given."""
+        return self._priorities.index_select(0, rows) if self._numbers[_GIVEN] else None
+
+    def clone(self) -> ChangeLog:
+        """This log as it is now, in memory of its own."""
+        twin = ChangeLog.__new__(ChangeLog)
+        twin.__setstate__({"state": self._state.clone(), "priorities": self._priorities.clone()})
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"state": self._state, "priorities": self._priorities}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._state, self._priorities = state["state"], state["priorities"]
+        self._numbers = self._state.numpy()

@@ -1,0 +1,185 @@
+"""A lock between processes that the kernel takes back from a process that is killed."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["KernelLock", "SemaphoreLock", "make_process_lock", "renew_in_forked_children"]
+
+_PAUSE = 0.0005  # seconds between two tries where the kernel refuses to queue
+
+#: What has to forget, in a forked child, the threads that hold it in the parent.
+_RENEWED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def renew_in_forked_children(lock: Any) -> None:
+    """Has ``lock.renew()`` called in every forked child: threads that hold it do not exist there."""
+    _RENEWED.add(lock)
+
+
+def _in_forked_child() -> None:
+    for lock in list(_RENEWED):
+        lock.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
+
+
+class _ProcessLock:
+    """Reentrant for threads, exclusive between processes by what ``_take`` and ``_give`` do."""
+
+    def __init__(self) -> None:
+        self.renew()
+        renew_in_forked_children(self)
+
+    def renew(self) -> None:
+        """Makes the lock one that no thread of this process holds."""
+        self._threads = threading.RLock()
+        self._depth = 0  # entries of the owning thread; guarded by _threads
+
+    def acquire(self) -> None:
+        """Blocks until this thread, and this process, hold the lock."""
+        self._threads.acquire()
+        if self._depth == 0:
+            try:
+                self._take()
+            except BaseException:  # an interrupt while waiting must not leave the thread lock behind
+                self._threads.release()
+                raise
+        self._depth += 1
+
+    def release(self) -> None:
+        """Undoes one :meth:`acquire` of this thread."""
+        if self._depth == 1:
+            self._give()
+        self._depth -= 1
+        self._threads.release()
+
+    def _take(self) -> None:
+        raise NotImplementedError
+
+    def _give(self) -> None:
+        raise NotImplementedError
+
+
+class KernelLock(_ProcessLock):
+    """A POSIX record lock (``fcntl.lockf``) on an anonymous file: it never outlives its process.
+
+    The kernel gives such a lock to a *process*. So threads are excluded from each other by a lock of their own, and
+    copies of this object in one process (a buffer that was unpickled twice) are one object. O(1): two system calls.
+
+    Pickling for a process being started passes the file on; any other pickling is refused.
+
+    Process safety: this is the primitive that gives it. A forked child does not hold what its parent holds.
+
+    Example:
+        >>> lock = KernelLock()
+        >>> lock.acquire()
+        >>> lock.release()
+    """
+
+    def __init__(self, file: int | None = None) -> None:
+        super().__init__()
+        self._file = _anonymous_file() if file is None else file
+        weakref.finalize(self, os.close, self._file)
+        _LOCKS[_identity(self._file)] = self
+
+    def _take(self) -> None:
+        while True:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX)
+            except OSError as error:
+                # The kernel thinks in processes: threads of two processes that wait for two locks look to it like two
+                # processes that wait for each other.
+                if error.errno != errno.EDEADLK:
+                    raise
+                time.sleep(_PAUSE)
+            else:
+                return
+
+    def _give(self) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if get_spawning_popen() is None:
+            raise RuntimeError("A KernelLock can only be passed to a process that is being started.")
+        return _rebuild, (DupFd(self._file),)
+
+
+#: The locks of this process by their file: closing any descriptor of a file drops the lock that the process has on it.
+_LOCKS: weakref.WeakValueDictionary[tuple[int, int], KernelLock] = weakref.WeakValueDictionary()
+
+
+def _identity(file: int) -> tuple[int, int]:
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino
+
+
+def _rebuild(passed: Any) -> KernelLock:
+    file: int = passed.detach()
+    known = _LOCKS.get(_identity(file))
+    if known is None:
+        return KernelLock(file)
+    weakref.finalize(known, os.close, file)  # not now, when a thread may hold the lock
+    return known
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("torchrl-generational-lock")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class SemaphoreLock(_ProcessLock):
+    """The same with a semaphore, for platforms without record locks: a killed holder blocks the others for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._semaphore = multiprocessing.Lock()
+
+    def _take(self) -> None:
+        self._semaphore.acquire()
+
+    def _give(self) -> None:
+        self._semaphore.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_semaphore": self._semaphore}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        self._semaphore = state["_semaphore"]
+
+
+def make_process_lock() -> KernelLock | SemaphoreLock:
+    """The best lock between processes that this platform has.
+
+    Warns:
+        RuntimeWarning: where its locks outlive a killed process.
+    """
+    if fcntl is not None:
+        return KernelLock()
+    warnings.warn(
+        "This platform has no lock that is released when its process is killed (fcntl.lockf): a writer that is killed "
+        "in the middle of a write blocks all other processes of this buffer for good. Stop writers by a flag instead.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return SemaphoreLock()

@@ -1,0 +1,255 @@
+"""Storages that several processes write to: memory that they share, counters without locks, and a first write by any.
+
+Nothing here outlives a process that is killed: there is no lock but the storage's, which the kernel gives back, and
+what a first write left half-made is made again by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+import weakref
+from collections.abc import Iterator
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import MemoryMappedTensor, TensorDictBase, is_tensor_collection
+from torch.utils._pytree import tree_leaves
+from torchrl.data.replay_buffers.storages import LazyMemmapStorage, TensorStorage
+
+from torchrl_generational.counters import SharedCounter
+from torchrl_generational.generations import SlotGenerations
+from torchrl_generational.locks import StorageLock
+from torchrl_generational.plain import objects_in
+
+__all__ = ["SharableStorage"]
+
+_POLL = 0.001  # seconds between two looks for the first write of another process
+
+# TorchRL's numbers, each in a multiprocessing.Value with a lock of its own.
+_COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
+
+# A plain class, which stands in front of one of TorchRL's.
+_Base: Any = TensorStorage if TYPE_CHECKING else object
+
+
+class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
+    """The part of a generational storage that lets processes share it. See *Sharing between processes*."""
+
+    lock: StorageLock
+    _generations: SlotGenerations
+    # TorchRL's; guarded by lock
+    _storage: Any
+    initialized: bool
+    shared_init: bool
+    _published: SharedCounter | None = None  # 1 since a first write made the files; guarded by lock
+    _begun: SharedCounter | None = None  # 1 since one began to make them; guarded by lock
+    _maker: int  # the process that removes files when it ends
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._maker = os.getpid()
+        super().__init__(*args, **kwargs)
+        self._own_counters()
+
+    def _own_counters(self) -> None:
+        if not self._compilable:
+            for name, unset in zip(_COUNTERS, (0, 0, -1), strict=True):
+                held = getattr(self, name, None)
+                if not isinstance(held, SharedCounter):
+                    setattr(self, name, SharedCounter(unset if held is None else held.value))
+
+    # ---------------------------------------------------------------- sharing
+
+    def share(self) -> None:
+        """Moves records and stamps to memory that processes share, and lets the lock exclude processes. Idempotent.
+
+        A storage that was never written is made by the first write of any process, in files of a temporary directory
+        (of ``scratch_dir`` where there is one) that goes when this process ends.
+
+        Raises:
+            ValueError, TypeError: if it cannot be shared; nothing has changed then.
+        """
+        self.check_sharable()
+        self.lock.share()
+        with self.lock:
+            self._generations.share()
+            if self.initialized:
+                self._share_records()
+            elif not self.shared_init:
+                self.shared_init = True
+                self._make_init_directory()
+
+    def check_sharable(self) -> None:
+        """Refuses a storage that processes cannot share."""
+        name = type(self).__name__
+        if self._compilable:
+            raise ValueError(f"{name} with compilable=True keeps its counters in one process and cannot be shared.")
+        device = self.device
+        if device not in (None, "auto") and torch.device(device).type != "cpu":
+            raise ValueError(
+                f"{name} on device {device} cannot be shared between processes. Use device='cpu', and move batches to "
+                "the accelerator with .to(...) or a transform."
+            )
+        if self.initialized:
+            _refuse_objects(self._storage, name)
+        elif not hasattr(self, "shared_init"):
+            raise ValueError(f"{name} cannot be shared before it is initialized. Write one record first.")
+
+    def _share_records(self) -> None:
+        for leaf in _tensors(self._storage):
+            if not isinstance(leaf, MemoryMappedTensor):
+                leaf.share_memory_()  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def _loading_in_place(self) -> Iterator[None]:
+        """Puts records that are loaded meanwhile where the other processes have theirs. Lock held."""
+        shared = self.lock.is_shared
+        before = copy(self._storage) if shared and self.initialized else None
+        yield
+        if not shared or not self.initialized:
+            return
+        if before is None:
+            self._publish(self._storage.memmap(self._init_directory, copy_existing=True))
+            return
+        for old, new in zip(_tensors(before), _tensors(self._storage), strict=True):
+            if old is not new:
+                old.copy_(new)
+        self._storage = before
+
+    # ---------------------------------------------------------------- the first write
+
+    # TorchRL's collectors put multiprocessing primitives here, which a killed process keeps for good.
+    @property
+    def _init_lock(self) -> Any:
+        return self.lock
+
+    @_init_lock.setter
+    def _init_lock(self, lock: Any) -> None:
+        pass
+
+    @property
+    def _init_event(self) -> _FirstWrite:
+        return _FirstWrite(self)
+
+    @_init_event.setter
+    def _init_event(self, event: Any) -> None:
+        pass
+
+    def _make_init_directory(self) -> None:
+        super()._make_init_directory()
+        self._published, self._begun = SharedCounter(0), SharedCounter(0)
+        if not isinstance(self, LazyMemmapStorage):  # which cleans up on its own
+            weakref.finalize(self, _remove, self._init_directory, self._maker)
+
+    def _init(self, data: Any) -> None:
+        if not self.shared_init:
+            super()._init(data)
+            return
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(
+                f"The first write to a {type(self).__name__} that processes share must be of tensordicts, got "
+                f"{type(data).__name__}. Write one record before sharing it."
+            )
+        _refuse_objects(data, type(self).__name__)
+        with self.lock:
+            if not self.join():
+                assert self._begun is not None
+                if self._begun.value:  # the process that began is gone, or failed
+                    self._clear_files()
+                self._begun.value = 1
+                self._init_coordinator(data)
+                self._publish(self._storage)
+        self.initialized = True
+
+    def _publish(self, records: Any) -> None:
+        assert self._published is not None
+        self._storage = records
+        self._published.value = 1
+
+    def _clear_files(self) -> None:
+        for path in os.scandir(self._init_directory):
+            shutil.rmtree(path) if path.is_dir() else os.unlink(path)
+
+    def join(self) -> bool:
+        """Takes over the records if another process has written the first ones. Returns whether there are any."""
+        if self.initialized:
+            return True
+        if self._published is None or not self._published.value:
+            return False
+        self._wait_for_init()
+        self.initialized = True
+        return True
+
+    def cleanup(self) -> bool:
+        """Removes the files, in the process that made the storage only."""
+        removed: bool = os.getpid() == self._maker and super().cleanup()
+        return removed
+
+    # ---------------------------------------------------------------- copies
+
+    def _without_files(self, state: dict[str, Any]) -> None:
+        """Lets a copy that is being pickled do without the files that processes find each other by."""
+        for name in ("_published", "_begun"):
+            state.pop(name, None)
+        state["_auto_cleanup"] = False  # they are the original's
+        if getattr(self, "_init_directory", None) is not None and not isinstance(self, LazyMemmapStorage):
+            state["scratch_dir"] = state["_init_directory"] = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._own_counters()
+        if not self._generations.is_shared:  # a copy, not the storage itself in a process being started
+            self._maker = os.getpid()
+            if self.lock.is_shared:
+                self._generations.share()
+                if self.initialized:
+                    self._share_records()
+                else:
+                    self._make_init_directory()
+
+
+class _FirstWrite:
+    """What TorchRL waits for in the place of a ``multiprocessing.Event``."""
+
+    def __init__(self, storage: SharableStorage) -> None:
+        self._storage = storage
+
+    def is_set(self) -> bool:
+        published = self._storage._published
+        return published is not None and bool(published.value)
+
+    def set(self) -> None:
+        """Nothing: the storage says so once the files are there."""
+
+    def wait(self) -> None:
+        while not self.is_set():
+            time.sleep(_POLL)
+
+
+def _tensors(data: Any) -> list[torch.Tensor]:
+    """The tensors of a storage's records, in an order that depends on their names only."""
+    if is_tensor_collection(data):
+        return [
+            leaf
+            for _, leaf in sorted(data.items(True, True), key=lambda item: str(item[0]))
+            if isinstance(leaf, torch.Tensor)
+        ]
+    return [leaf for leaf in tree_leaves(data) if isinstance(leaf, torch.Tensor)]
+
+
+def _refuse_objects(data: Any, name: str) -> None:
+    entries = [key for key, _ in objects_in(data)] if is_tensor_collection(data) else []
+    if entries:
+        raise TypeError(
+            f"{name} holds entries that are no tensors, which processes cannot share: {entries}. Leave them out, or "
+            "encode them as tensors."
+        )
+
+
+def _remove(folder: str, maker: int) -> None:
+    if os.getpid() == maker:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)
