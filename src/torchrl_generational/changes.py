@@ -30,19 +30,24 @@ class ChangeLog:
     of its steps leaves a log from which nothing is missing: the clock and the blocks come before what they announce.
     """
 
-    __slots__ = ("_numbers", "_priorities", "_state")
+    __slots__ = ("_first", "_numbers", "_priorities", "_state")
 
     def __init__(self, num_rows: int) -> None:
         blocks = -(-num_rows // BLOCK)
         self._state = torch.zeros(_HEADER + blocks, dtype=torch.int64)
         self._priorities = torch.full((num_rows,), torch.nan)
+        self._look()
+
+    def _look(self) -> None:
+        """Views of the two, which NumPy reads and writes in a fraction of the time."""
         self._numbers: np.ndarray[Any, np.dtype[np.int64]] = self._state.numpy()
+        self._first: np.ndarray[Any, np.dtype[np.float32]] = self._priorities.numpy()
 
     def share(self) -> None:
         """Moves the log to shared memory."""
         self._state.share_memory_()  # type: ignore[no-untyped-call]
         self._priorities.share_memory_()  # type: ignore[no-untyped-call]
-        self._numbers = self._state.numpy()
+        self._look()
 
     @property
     def clock(self) -> int:
@@ -68,7 +73,8 @@ class ChangeLog:
                 first, last = sorted((named[0], named[-1]))
                 blocks[first // BLOCK : last // BLOCK + 1] = clock
         else:
-            blocks[rows.cpu().numpy().reshape(-1) // BLOCK] = clock
+            which = rows.nonzero() if rows.dtype == torch.bool else rows
+            blocks[which.reshape(-1).cpu().numpy() // BLOCK] = clock
 
     def note_all(self) -> None:
         """Says that all records are about to be removed or replaced. O(capacity / 256)."""
@@ -95,16 +101,16 @@ class ChangeLog:
     def forget(self, rows: int | slice | torch.Tensor) -> None:
         """The records in ``rows`` are being replaced: their first priorities are not those of the next. O(rows)."""
         if self._numbers[_GIVEN]:  # else there is none
-            self._priorities[rows] = torch.nan
+            self._first[rows.cpu().numpy() if isinstance(rows, torch.Tensor) else rows] = np.nan
 
     def give(self, rows: torch.Tensor, priority: torch.Tensor) -> None:
-        """First priorities of the records that were just written to ``rows``: float32, 0-d or ``[rows]``. O(rows)."""
+        """First priorities of the records that were just written to ``rows``: float32 ``[rows]``, CPU. O(rows)."""
         self._numbers[_GIVEN] = 1
-        self._priorities[rows] = priority
+        self._first[rows.numpy()] = priority.numpy()
 
-    def given(self, rows: torch.Tensor) -> torch.Tensor | None:
+    def given(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.float32]] | None:
         """First priorities of the records in ``rows``, NaN where there is none; ``None`` if none was ever given."""
-        return self._priorities.index_select(0, rows) if self._numbers[_GIVEN] else None
+        return self._first[rows] if self._numbers[_GIVEN] else None
 
     def clone(self) -> ChangeLog:
         """This log as it is now, in memory of its own."""
@@ -117,4 +123,4 @@ class ChangeLog:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._state, self._priorities = state["state"], state["priorities"]
-        self._numbers = self._state.numpy()
+        self._look()

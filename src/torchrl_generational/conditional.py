@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
@@ -83,13 +84,20 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             index = tuple(as_int64("index", part, device) for part in index)
         else:
             index = as_int64("index", index, device)
-        values = checked_priority(sampler, priority)
+        return self._update_live(storage, sampler, index, generation, checked_priority(sampler, priority))
+
+    def _update_live(
+        self, storage: Any, sampler: Any, index: Any, generation: Any, values: torch.Tensor
+    ) -> UpdateResult:
+        """Compares and updates, in one section; ``values`` are checked."""
+        device = storage.slot_generations.device
+        # the index space of a storage never changes once it is written
+        handles = normalise_handles(index, generation, storage.generations.shape, device)
+        values = match_shape(values, handles.shape)
         with self._exclusive():
             if storage is not self._storage or sampler is not self._priority_sampler("update_priority_if_present"):
                 # exchanged since they were looked up: begin again
-                return self.update_priority_if_present(index=index, generation=generation, priority=priority)
-            handles = normalise_handles(index, generation, storage.generations.shape, device)
-            values = match_shape(values, handles.shape)
+                return self.update_priority_if_present(index=index, generation=generation, priority=values)
             self._catch_up()
             live = storage.slot_generations.live(handles.rows, handles.generation)
             cells = handles.cells
@@ -192,8 +200,10 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         return result
 
     def _count(self, result: UpdateResult) -> None:
-        self._conditional_rows += result.updated_mask.numel()
-        self._conditional_updated = self._conditional_updated + result.updated_mask.count_nonzero()
+        mask = result.updated_mask
+        self._conditional_rows += mask.numel()
+        updated = int(np.count_nonzero(mask.numpy())) if mask.is_cpu else mask.count_nonzero()
+        self._conditional_updated = self._conditional_updated + updated
         if result.rejected_mask is not None:
             self._conditional_rejected = self._conditional_rejected + result.rejected_mask.count_nonzero()
 

@@ -11,6 +11,7 @@ from copy import copy
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchrl_generational.changes import ChangeLog
@@ -65,7 +66,7 @@ class SlotGenerations:
         tensor([ True, False, False])
     """
 
-    __slots__ = ("_interrupted", "_loaded", "_shared", "_state", "_values", "lineage", "log")
+    __slots__ = ("_array", "_interrupted", "_loaded", "_shared", "_state", "_values", "lineage", "log")
 
     def __init__(self, num_rows: int, *, device: torch.device | str = "cpu") -> None:
         if num_rows < 0:
@@ -73,7 +74,7 @@ class SlotGenerations:
         # The stamps, and in the last place the smallest stamp of this incarnation. Guarded by the storage's lock.
         self._state = torch.full((num_rows + 1,), NEVER_WRITTEN, dtype=torch.int64, device=device)
         self._state[-1] = 0
-        self._values = self._state[:-1]
+        self._look()
         #: Number of the family of timelines that these stamps belong to; equal stamps of one family name one record.
         self.lineage = secrets.randbits(62)
         # The stamp of records loaded where there were none, and the log's time then; guarded by the same lock, as all.
@@ -82,6 +83,11 @@ class SlotGenerations:
         self._shared = False
         #: What changed when, where a learner follows; see :meth:`keep_log`.
         self.log: ChangeLog | None = None
+
+    def _look(self) -> None:
+        """Views of the state: what it holds without the last place, and what NumPy can work on in less time."""
+        self._values = self._state[:-1]
+        self._array: Any = self._state.numpy() if self._state.is_cpu else None
 
     @property
     def values(self) -> torch.Tensor:
@@ -126,7 +132,7 @@ class SlotGenerations:
         log = self.keep_log()
         log.share()
         self._state.share_memory_()  # type: ignore[no-untyped-call]
-        self._values = self._state[:-1]
+        self._look()
         self._shared = True
         if self._interrupted:
             log.begin()
@@ -165,23 +171,34 @@ class SlotGenerations:
         if not self._shared or log is None:
             self.advance(rows)
             return
-        rows = self._named(rows)
+        places, count = self._places(rows)
         log.note(rows)
         log.begin()
         log.forget(rows)
-        least = self._state[-1:] - 1
-        count: int | torch.Tensor = 1
-        if isinstance(rows, torch.Tensor):
-            rows, count = torch.unique(rows, return_counts=True)
-        self._values[rows] = _flipped(torch.maximum(self._counted(self._values[rows]), least) + count)
+        stamps = self._array[:-1]
+        last = stamps[places]
+        if log.interrupted:
+            last = np.where(last < NEVER_WRITTEN, -2 - last, last)
+        stamps[places] = (-2 - count) - np.maximum(last, self._array[-1] - 1)
 
     def complete(self, rows: int | slice | torch.Tensor) -> None:
         """The data of ``rows`` has changed: they hold their new records. O(rows)."""
         if self._shared and self.log is not None:
-            rows = self._named(rows)
-            stamps = self._values[rows]
-            self._values[rows] = torch.where(stamps < NEVER_WRITTEN, _flipped(stamps), stamps)
+            places, _ = self._places(rows)
+            stamps = self._array[:-1]
+            now = stamps[places]
+            stamps[places] = np.where(now < NEVER_WRITTEN, -2 - now, now)
             self.log.complete()
+
+    def _places(self, rows: int | slice | torch.Tensor) -> tuple[Any, Any]:
+        """Each of ``rows`` once, as NumPy indexes them, and how often it is named."""
+        if isinstance(rows, int):
+            return slice(rows, rows + 1), 1
+        if isinstance(rows, slice):
+            return rows, 1
+        if rows.dtype == torch.bool:
+            return rows.numpy(), 1
+        return np.unique(rows.numpy(), return_counts=True)
 
     def abandon(self, rows: int | slice | torch.Tensor) -> None:
         """The data of ``rows`` may have changed in part: they hold no record until the next one is written. O(rows)."""
@@ -255,6 +272,8 @@ class SlotGenerations:
         Returns:
             int64 tensor of the shape and on the device of ``rows``.
         """
+        if rows.ndim == 1 and rows.device == self._values.device:
+            return self._values.index_select(0, rows)
         found = self._values.index_select(0, rows.reshape(-1).to(self._values.device)).reshape(rows.shape)
         return found.to(rows.device)
 
@@ -329,7 +348,7 @@ class SlotGenerations:
     def to(self, device: torch.device | str) -> None:
         """Moves the stamps, e.g. when a storage with ``device="auto"`` learns where its data lives."""
         self._state = self._state.to(device)
-        self._values = self._state[:-1]
+        self._look()
 
     def clone(self) -> SlotGenerations:
         """These stamps as they are now, for a copy that is being pickled. O(num_rows)."""
@@ -337,20 +356,20 @@ class SlotGenerations:
         twin._interrupted = self.interrupted
         twin._shared = False
         twin._state = self._state.clone()
-        twin._values = twin._state[:-1]
+        twin._look()
         twin.log = None if self.log is None else self.log.clone()
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
         # For a process being spawned the tensor goes to shared memory: one timeline. Any other copy begins its own.
-        state = {name: getattr(self, name) for name in self.__slots__ if name != "_values"}
+        state = {name: getattr(self, name) for name in self.__slots__ if name not in ("_values", "_array")}
         return state | {"copy": get_spawning_popen() is None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         new_timeline = state.pop("copy")
         for name, value in state.items():
             setattr(self, name, value)
-        self._values = self._state[:-1]
+        self._look()
         if new_timeline:
             self.begin_incarnation()
 

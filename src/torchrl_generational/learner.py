@@ -11,12 +11,14 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl_generational.changes import BLOCK
 from torchrl_generational.generations import NEVER_WRITTEN, SlotGenerations
 from torchrl_generational.indexing import cells_in
-from torchrl_generational.leaves import forget
+from torchrl_generational.leaves import forget, store_priorities
 from torchrl_generational.priorities import just_within
-from torchrl_generational.samplers import most_priority
+from torchrl_generational.samplers import has_own_update, most_priority
 from torchrl_generational.trees import tree_dtype
 
 __all__ = ["Follower"]
+
+_Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Follower:
@@ -33,7 +35,7 @@ class Follower:
 
     def __init__(self, storage: Any, *, known: bool) -> None:
         self._clock, self._length = 0, 0
-        self._seen = torch.full_like(storage.slot_generations.values, NEVER_WRITTEN)
+        self._seen: _Rows = np.full(storage.slot_generations.num_rows, NEVER_WRITTEN)
         if known:
             self.has_seen_all(storage)
 
@@ -41,7 +43,7 @@ class Follower:
         """The learner has the priorities of all records that are there now. O(capacity)."""
         generations = storage.slot_generations
         self._clock, self._length = generations.log.clock, int(storage._len_along_dim0 or 0)
-        self._seen.copy_(generations.values)
+        self._seen[:] = generations.values.cpu().numpy()
 
     def catch_up(self, sampler: PrioritizedSampler, storage: Any) -> None:
         """Gives records written since the last call their first priority: the writer's, else the sampler's default.
@@ -56,33 +58,46 @@ class Follower:
             return
         if log.emptied > self._clock:
             sampler._empty()
-            self._seen.fill_(NEVER_WRITTEN)
+            self._seen[:] = NEVER_WRITTEN
             self._length = 0
         rows = self._rows_of(log.changed_since(self._clock), length)
-        stamps = generations.values.index_select(0, rows)
-        new = stamps != self._seen.index_select(0, rows)
+        stamps = generations.lookup(torch.from_numpy(rows)).numpy()
+        new = stamps != self._seen[rows]
         rows, stamps = rows[new], stamps[new]
         self._seen[rows] = stamps
         self._clock, self._length = clock, length
         whole = stamps >= 0
-        if not bool(whole.all()):
-            forget(sampler, cells_in(rows[~whole], storage.generations.shape).to(sampler.device))
+        space = storage.generations.shape
+        if not whole.all():
+            forget(sampler, cells_in(torch.from_numpy(rows[~whole]), space).to(sampler.device))
             rows = rows[whole]
-        given = log.given(rows.cpu()) if storage.ndim == 1 else None
+        given = log.given(rows) if len(space) == 1 else None
         if given is not None:
-            known = ~given.isnan()
-            if bool(known.any()):
-                # the exponent may have changed since the writer checked them
-                most = just_within(most_priority(sampler), tree_dtype(sampler))
-                priority = given[known].to(most.dtype).clamp_max(most)
-                sampler.update_priority(rows[known.to(rows.device)], priority, storage=storage)
-                rows = rows[~known.to(rows.device)]
-        if rows.numel():
-            sampler.mark_update(cells_in(rows, storage.generations.shape), storage=storage)
+            known = ~np.isnan(given)
+            if known.any():
+                _update(sampler, torch.from_numpy(rows[known]), _fitting(sampler, given[known]))
+                rows = rows[~known]
+        if len(rows):
+            sampler.mark_update(cells_in(torch.from_numpy(rows), space), storage=storage)
 
-    def _rows_of(self, blocks: np.ndarray[Any, np.dtype[np.int64]], length: int) -> torch.Tensor:
+    def _rows_of(self, blocks: _Rows, length: int) -> _Rows:
         """Rows below ``length`` in blocks that changed, and those that the storage has reached since."""
         if length > self._length:
             blocks = np.union1d(blocks, np.arange(self._length // BLOCK, -(-length // BLOCK)))
         rows = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
-        return torch.from_numpy(rows[rows < length]).to(self._seen.device)
+        return rows[rows < length]
+
+
+def _fitting(sampler: PrioritizedSampler, given: np.ndarray[Any, np.dtype[np.float32]]) -> torch.Tensor:
+    """First priorities in the tree's dtype: the exponent may have changed since their writer checked them."""
+    dtype = tree_dtype(sampler)
+    most = most_priority(sampler)
+    priority = torch.from_numpy(given).to(dtype)
+    return priority if float(given.max()) < most else priority.clamp_max(just_within(most, dtype))
+
+
+def _update(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
+    if has_own_update(sampler):
+        sampler.update_priority(cells, priority)
+    else:
+        store_priorities(sampler, cells.to(sampler.device), priority.to(sampler.device))

@@ -29,14 +29,14 @@ def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority:
     if not cells.numel():
         return
     maximum, where = sampler._max_priority
-    highest = priority.max() if priority.ndim else priority
-    if maximum is None or bool(highest > maximum):
+    known = -1.0 if maximum is None else float(maximum)
+    if _highest(priority) > known:
         # only a row that raises the maximum can raise it wrongly: look for repeated cells then
         keep = keep_last(cells) if priority.ndim else None
         if keep is not None:
             cells, priority = cells[keep], priority[keep]
         highest, row = priority.max(0)
-        if maximum is None or bool(highest > maximum):
+        if float(highest) > known:
             maximum, where = sampler._max_priority = (highest, cells[row])
     if sampler.device.type != "cpu":
         PrioritizedSampler.update_priority(sampler, cells, priority)
@@ -45,6 +45,10 @@ def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority:
     tracked = sampler._max_priority_within_buffer and sampler._alpha != 0 and where is not None
     if tracked and bool((cells == where).any()):
         sampler._max_priority = largest_but(sampler)
+
+
+def _highest(priority: torch.Tensor) -> float:
+    return float(priority.numpy().max() if priority.is_cpu else priority.max())
 
 
 def forget(sampler: PrioritizedSampler, cells: torch.Tensor) -> None:

@@ -103,7 +103,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
 
     # ---------------------------------------------------------------- sampling
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    def sample(self, batch_size: int | None = None, return_info: bool = False, **deprecated: Any) -> Any:
         """Draws a batch; see TorchRL's ``sample``. Prefetched draws that failed are drawn again.
 
         A draw made ahead fails where another thread empties the buffer; by now there may be records.
@@ -112,7 +112,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
             with self._futures_lock:
                 wait((*self._prefetch_queue,)[:1])  # the next one
                 self._drop_failed_batches()
-        return super().sample(batch_size, return_info)
+        return super().sample(batch_size, return_info, **deprecated)
 
     def _synchronize_futures_locked(self) -> None:
         """Waits for work in flight, of which a failed draw spoils nothing: neither a checkpoint nor a restore."""
@@ -181,11 +181,19 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
 
     def _add(self, data: Any) -> Any:
         with self._exclusive():
+            if self._storage.ndim == 1 and not self._is_consuming():
+                written = self._writer.add(data)
+                self._sampler.add(written)
+                return written
             self._check_rounding(leading_shape(data)[: self._storage.ndim - 1])
             return super()._add(data)
 
     def _extend(self, data: Any, *, update_priority: bool = True) -> torch.Tensor:
         with self._exclusive():
+            if self._storage.ndim == 1 and not self._is_consuming():
+                written: torch.Tensor = self._writer.extend(data)
+                self._sampler.extend(written)
+                return written
             shape = list(leading_shape(data)[: self._storage.ndim])
             if len(shape) > self.dim_extend:
                 del shape[self.dim_extend]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 import time
 import weakref
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from torchrl_generational.plain import objects_in
 
 __all__ = ["SharableStorage"]
 
+_MEMORY = "/dev/shm"  # Linux's directory of shared memory
 _POLL = 0.001  # seconds between two looks for the first write of another process
 
 # TorchRL's numbers, each in a multiprocessing.Value with a lock of its own.
@@ -45,8 +47,11 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
     _storage: Any
     initialized: bool
     shared_init: bool
-    _published: SharedCounter | None = None  # 1 since a first write made the files; guarded by lock
-    _begun: SharedCounter | None = None  # 1 since one began to make them; guarded by lock
+    _published: SharedCounter | None = (
+        None  # which directory has them, from 1; 0 before the first write; guarded by lock
+    )
+    _begun: SharedCounter | None = None  # 1 since one began to make them
+    _directories: list[str]  # where the files may lie, best first
     _maker: int  # the process that removes files when it ends
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -112,6 +117,7 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
         if not shared or not self.initialized:
             return
         if before is None:
+            self._choose_directory(self._storage[0])
             self._publish(self._storage.memmap(self._init_directory, copy_existing=True))
             return
         for old, new in zip(_tensors(before), _tensors(self._storage), strict=True):
@@ -141,8 +147,23 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
     def _make_init_directory(self) -> None:
         super()._make_init_directory()
         self._published, self._begun = SharedCounter(0), SharedCounter(0)
-        if not isinstance(self, LazyMemmapStorage):  # which cleans up on its own
-            weakref.finalize(self, _remove, self._init_directory, self._maker)
+        if isinstance(self, LazyMemmapStorage):
+            self._directories = [self._init_directory]  # which it cleans up on its own
+            return
+        self._directories = [self._init_directory]
+        if os.access(_MEMORY, os.W_OK):
+            self._directories.insert(0, tempfile.mkdtemp(prefix="torchrl_storage_init_", dir=_MEMORY))
+        for directory in self._directories:
+            weakref.finalize(self, _remove, directory, self._maker)
+
+    def _choose_directory(self, data: Any) -> None:
+        """Memory, if there is room for the records, else the disk."""
+        size = sum(leaf.numel() * leaf.element_size() for leaf in _tensors(data)) * self.max_size
+        for directory in self._directories:
+            free = os.statvfs(directory)
+            if size < free.f_bavail * free.f_frsize:
+                break
+        self.scratch_dir = self._init_directory = directory
 
     def _init(self, data: Any) -> None:
         if not self.shared_init:
@@ -160,6 +181,7 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
                 if self._begun.value:  # the process that began is gone, or failed
                     self._clear_files()
                 self._begun.value = 1
+                self._choose_directory(data)
                 self._init_coordinator(data)
                 self._publish(self._storage)
         self.initialized = True
@@ -167,11 +189,12 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
     def _publish(self, records: Any) -> None:
         assert self._published is not None
         self._storage = records
-        self._published.value = 1
+        self._published.value = 1 + self._directories.index(self._init_directory)
 
     def _clear_files(self) -> None:
-        for path in os.scandir(self._init_directory):
-            shutil.rmtree(path) if path.is_dir() else os.unlink(path)
+        for directory in self._directories:
+            for path in os.scandir(directory):
+                shutil.rmtree(path) if path.is_dir() else os.unlink(path)
 
     def join(self) -> bool:
         """Takes over the records if another process has written the first ones. Returns whether there are any."""
@@ -179,6 +202,7 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
             return True
         if self._published is None or not self._published.value:
             return False
+        self.scratch_dir = self._init_directory = self._directories[self._published.value - 1]
         self._wait_for_init()
         self.initialized = True
         return True

@@ -20,8 +20,9 @@ from torchrl.data.replay_buffers.storages import (
     TensorStorage,
 )
 
+from torchrl_generational import records
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
-from torchrl_generational.indexing import as_rows, keep_last, rows_written
+from torchrl_generational.indexing import as_rows, bounds_of, keep_last, rows_written
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import from_plain, objects_in, to_plain, unshared
 from torchrl_generational.sharing import SharableStorage
@@ -129,23 +130,49 @@ class GenerationalStorageMixin(SharableStorage):
             return
         num_rows = self._rows_for(cursor, data)
         rows = rows_written(cursor, num_rows)
-        if self.initialized or self.join():
-            _refuse_misfits(self._storage, data, cursor)
+        known = self.initialized or self.join()
+        written: Any = rows  # each row once
         if isinstance(rows, torch.Tensor) and isinstance(cursor, torch.Tensor) and cursor.shape == rows.shape:
             keep = _last_of_each(rows, num_rows)
             if keep is not None:
-                cursor, data = cursor[keep], _select(data, keep)
+                cursor, data, written = cursor[keep], _select(data, keep), rows[keep]
+        pairs = records.matched(self._storage, data, written) if known and _names_rows(cursor) else None
+        if known and pairs is None:
+            _refuse_misfits(self._storage, data, cursor)
         try:
             self._generations.begin(rows)
-            super().set(cursor, data, set_cursor=set_cursor)
+            if pairs is None:
+                super().set(cursor, data, set_cursor=set_cursor)
+            else:
+                if set_cursor:
+                    self._set_last_cursor(cursor)
+                records.copy(pairs, written)
+                self._bump_mutation_revision()
             if set_cursor:
                 self.reach(rows)
         except BaseException:
             self.abandon(rows)
             raise
         self._generations.complete(rows)
-        if self._generations.device != torch.device(self._stamp_device()):
+        if not known and self._generations.device != torch.device(self._stamp_device()):
             self._generations.to(self._stamp_device())
+
+    def get(self, index: Any) -> Any:
+        """Records at ``index``, in any form that TorchRL's storages accept."""
+        if (
+            type(index) is torch.Tensor
+            and index.dtype is torch.int64
+            and index.ndim == 1
+            and index.is_cpu
+            and self.initialized
+            and not torch.compiler.is_compiling()
+        ):
+            low, high = bounds_of(index)
+            length = self._len if self.ndim == 1 else self._len_along_dim0
+            found = records.select(self._storage, index) if low >= 0 and high < length else None
+            if found is not None:
+                return found
+        return super().get(index)
 
     def abandon(self, rows: int | slice | torch.Tensor) -> None:
         """A write to ``rows`` did not end: they hold no record until the next one, and are not drawn."""
@@ -173,7 +200,7 @@ class GenerationalStorageMixin(SharableStorage):
             end = int(rows.max()) + 1 if rows.numel() else 0
         else:
             end = rows + 1
-        cells = end * torch.Size(self._total_shape[1:]).numel()
+        cells = end if self.ndim == 1 else end * torch.Size(self._total_shape[1:]).numel()
         if cells > self._len:
             self._len = cells
 
@@ -257,6 +284,13 @@ class GenerationalStorageMixin(SharableStorage):
         for buffer in self._attached_entities:
             if buffer is not self._loading and hasattr(buffer, "_records_replaced"):
                 buffer._records_replaced()
+
+
+def _names_rows(cursor: Any) -> bool:
+    """Whether ``storage[cursor]`` are whole rows, in the order in which the cursor names them."""
+    if isinstance(cursor, torch.Tensor):
+        return cursor.ndim <= 1 and cursor.dtype != torch.bool
+    return type(cursor) in (int, range) or (isinstance(cursor, slice) and cursor.step in (None, 1))
 
 
 def _refuse_misfits(stored: Any, data: Any, cursor: Any) -> None:

@@ -5,22 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import Writer
+from torchrl.envs.transforms import Compose
 
 from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
-from torchrl_generational.indexing import keep_last
+from torchrl_generational.indexing import as_int64, keep_last
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.processes import keeps_priorities
+from torchrl_generational.records import attach
 from torchrl_generational.result import UpdateResult
-from torchrl_generational.samplers import checked_priority
-from torchrl_generational.writers import GenerationalTensorDictRoundRobinWriter
+from torchrl_generational.samplers import GenerationalPrioritizedSampler, checked_priority
+from torchrl_generational.writers import GenerationalTensorDictRoundRobinWriter, GenerationalWriterMixin
 
 __all__ = ["GenerationalTensorDictReplayBufferMixin"]
 
+_CPU = torch.device("cpu")
 _Buffer: Any = TensorDictReplayBuffer if TYPE_CHECKING else object
 
 
@@ -41,6 +44,46 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
 
     _default_writer: type[Writer] = GenerationalTensorDictRoundRobinWriter
     _visible_handles = ("index", GENERATION_KEY)
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False, **deprecated: Any) -> Any:
+        """Draws a batch whose entries include ``index``, ``index_generation`` and, by priority, its weights.
+
+        Args:
+            batch_size: defaults to the buffer's.
+            return_info: whether to return the info as well.
+            **deprecated: TorchRL's ``include_info``.
+
+        Raises:
+            RuntimeError: if there is nothing to draw.
+        """
+        if batch_size is None and not return_info and not deprecated and self._samples_are_plain():
+            data, info = self._sample(self._batch_size)
+            return attach(data, info)
+        return super().sample(batch_size, return_info, **deprecated)
+
+    def _samples_are_plain(self) -> bool:
+        """Whether a sample is what the storage holds and the sampler says, of one dimension, on the CPU."""
+        if not self._initialized:
+            return False
+        storage = self._storage
+        return (
+            self._batch_size is not None
+            and not self._prefetch
+            and self._sample_dependency is None
+            and not self._service_shutdown
+            and not self._pin_memory
+            and not self._collates_itself
+            and self._sample_unit is None
+            and type(self._transform) is Compose
+            and not len(self._transform)
+            and type(self._learners_sampler()) is GenerationalPrioritizedSampler
+            and storage.ndim == 1
+            and storage.initialized
+            and type(storage._storage) is TensorDict
+            and storage._storage.ndim == 1
+            and storage._storage.device in (None, _CPU)
+            and storage.device == _CPU
+        )
 
     def update_tensordict_priority_if_present(self, data: TensorDictBase) -> UpdateResult:
         """Updates the priorities of a sample's records that are still in their slots.
@@ -92,7 +135,9 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             priority = _reduce(priority.reshape(*shape, -1), sampler.reduction, dim=-1)
         if anchored:
             priority, generation = _per_anchor(index, generation, priority, data.get("validity_mask", None))
-        return self.update_priority_if_present(index=index, generation=generation, priority=priority)
+        named = (("index", index), ("generation", generation))
+        index, generation = (as_int64(*entry, storage.slot_generations.device) for entry in named)
+        return self._update_live(storage, sampler, index, generation, priority)
 
     def _entry(self, data: TensorDictBase, key: Any, method: str) -> torch.Tensor:
         value = data.get(key, None)
@@ -148,7 +193,8 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             written: torch.Tensor = super().extend(tensordicts, update_priority=update_priority)
             return written
         if self._transform is not None:
-            tensordicts = self._transform.inv(tensordicts)
+            empty = type(self._transform) is Compose and not len(self._transform)
+            tensordicts = tensordicts.copy() if empty else self._transform.inv(tensordicts)
         if tensordicts is None:
             return torch.zeros((0, self._storage.ndim), dtype=torch.long)
         priority = None
@@ -164,7 +210,8 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                 )
         with self._exclusive():
             index: torch.Tensor = self._extend(tensordicts)
-            self._set_index_in_td(tensordicts, index)
+            if self._storage.ndim > 1 or not isinstance(self._writer, GenerationalTensorDictRoundRobinWriter):
+                self._set_index_in_td(tensordicts, index)  # else the writer has
             if self._follows:
                 self._leave_first_priority(index, priority, len(index))
             elif priority is not None:
@@ -178,11 +225,13 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             return
         first = self._per_record(torch.as_tensor(priority).detach().float().cpu(), records)
         rows = torch.as_tensor(index).reshape(-1).cpu()
-        keep = keep_last(rows)
-        if keep is not None:
-            rows, first = rows[keep], first[keep]
-        real = rows >= 0  # -1: not stored
-        log.give(rows[real], first[real])
+        if not isinstance(self._writer, GenerationalWriterMixin) or len(rows) > self._storage.max_size:
+            real = rows >= 0  # -1: not stored
+            rows, first = rows[real], first[real]
+            keep = keep_last(rows)
+            if keep is not None:
+                rows, first = rows[keep], first[keep]
+        log.give(rows, first)
 
     def _first_priority(self, data: Any) -> Any:
         """The priority entry of data about to be written, refused before anything is if no tree can hold it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import is_tensor_collection, is_tensorclass
+from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
@@ -17,9 +17,11 @@ from torchrl_generational.counters import SharedCounter
 from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
 from torchrl_generational.indexing import rows_written
 from torchrl_generational.protocols import generations_on
+from torchrl_generational.storages import GenerationalStorageMixin
 
 __all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
 
+_CPU = (None, torch.device("cpu"))
 _ORIGIN = "_generation_"  # before the names of what a checkpoint says about its stamps
 
 
@@ -149,6 +151,8 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
         A write that fails leaves the cursor where it was, so that the next one goes over its slots again.
         """
+        if self._is_run(data):
+            return self._write_run(data)
         with self._moving_last():
             result: torch.Tensor = super().extend(data)
             return result
@@ -175,6 +179,36 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         finally:
             self._cursor_value, self._write_count_value = shared
         self._cursor, self._write_count = (number.value for number in moved)
+
+    def _write_run(self, data: TensorDict) -> torch.Tensor:
+        """Writes plain records to the next slots of a storage of one dimension, and returns those. Lock held."""
+        storage = self._storage
+        start, rows = self._cursor, storage.max_size
+        stop = start + data.shape[0]
+        index = torch.arange(start, stop)
+        if stop > rows:
+            index %= rows
+        self._tell(data, index)
+        storage.set(slice(start, stop) if stop <= rows else index, data)
+        self._cursor = stop % rows
+        self._write_count += data.shape[0]
+        for entity in storage._attached_entities:
+            entity.mark_update(index)
+        return index
+
+    def _tell(self, data: TensorDict, index: torch.Tensor) -> None:
+        """Tells the data which slots it goes to."""
+
+    def _is_run(self, data: Any) -> bool:
+        return (
+            type(data) is TensorDict
+            and data.ndim == 1
+            and data.shape[0] > 0
+            and data.device in _CPU
+            and isinstance(self._storage, GenerationalStorageMixin)
+            and self._storage.ndim == 1
+            and not torch.compiler.is_compiling()
+        )
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """Starts again at slot 0; the storage's own ``_empty`` makes the handles stale."""
@@ -230,6 +264,9 @@ class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDict
         withdraw_handles(data)
         result: torch.Tensor = super().extend(data)
         return result
+
+    def _tell(self, data: TensorDict, index: torch.Tensor) -> None:
+        data.set("index", index)
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
         """Writes records to explicit slots without moving the cursor."""
