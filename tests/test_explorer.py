@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter
 
 import torchrl_generational as g
 from torchrl_generational import SlotGenerations
+from torchrl_generational.indexing import as_rows, rows_written
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.storages import GenerationalStorageMixin
 from torchrl_generational.testing import BufferScene, RaceError, RaceSuite, Sequencer, StuckError, explore, replay
@@ -145,7 +146,7 @@ def comparison_outside_the_lock(patch):
 
 def stamps_after_the_data(patch):
     def late(self, cursor, data, *, set_cursor=True):
-        rows = torch.as_tensor(cursor).reshape(-1)
+        rows = as_rows(rows_written(cursor, 3), 3)
         TensorStorage.set(self, cursor, data, set_cursor=set_cursor)
         self._generations.advance(rows)
         self.reach(rows)

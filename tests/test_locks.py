@@ -181,7 +181,7 @@ def test_two_locks_that_two_processes_take_in_turn_in_two_threads_are_no_deadloc
     first.acquire()
     with forked(other_process) as child:
         child.wait_for("holds the second")
-        waiting = actors.start(second.acquire)  # in another thread: waits for the child
+        waiting = actors.start("other", second.acquire)  # in another thread: waits for the child
         first.release()
         assert child.exit_code() == 0
         waiting.result(TIMEOUT)

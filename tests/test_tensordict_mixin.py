@@ -126,15 +126,20 @@ def test_an_expanded_sample_updates_its_anchors(ndim):
 
 def between_record_and_priority(rb, monkeypatch, act):
     """Runs ``act`` at the point where stock has let go of the lock, the record written and its priority not yet."""
-    original, done = rb._set_index_in_td, []
+    done = []
 
-    def hook(*args):
-        original(*args)
-        if not done:
-            done.append(True)
-            act()
+    def hooked(original):
+        def hook(*args, **kwargs):
+            result = original(*args, **kwargs)
+            if not done:
+                done.append(True)
+                act()
+            return result
 
-    monkeypatch.setattr(rb, "_set_index_in_td", hook)
+        return hook
+
+    for name in ("_set_index_in_td", "_extend"):  # stock passes the one, ours also the other
+        monkeypatch.setattr(rb, name, hooked(getattr(rb, name)))
 
 
 class Rival:

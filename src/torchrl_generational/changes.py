@@ -19,7 +19,7 @@ class ChangeLog:
     """A clock that each write advances, its time at the last write to each block of slots, and first priorities.
 
     A learner that remembers the time at which it last looked finds what was written since in time proportional to
-    that, whoever wrote it and where. 8 bytes per 256 slots, and 4 bytes per slot for the priorities.
+    that, whoever wrote it and where. 8 bytes per 256 slots, and 8 bytes per slot for the priorities.
 
     It lies in one piece of memory of fixed size, which processes can share.
 
@@ -35,13 +35,13 @@ class ChangeLog:
     def __init__(self, num_rows: int) -> None:
         blocks = -(-num_rows // BLOCK)
         self._state = torch.zeros(_HEADER + blocks, dtype=torch.int64)
-        self._priorities = torch.full((num_rows,), torch.nan)
+        self._priorities = torch.full((num_rows,), torch.nan, dtype=torch.float64)
         self._look()
 
     def _look(self) -> None:
         """Views of the two, which NumPy reads and writes in a fraction of the time."""
         self._numbers: np.ndarray[Any, np.dtype[np.int64]] = self._state.numpy()
-        self._first: np.ndarray[Any, np.dtype[np.float32]] = self._priorities.numpy()
+        self._first: np.ndarray[Any, np.dtype[np.float64]] = self._priorities.numpy()
 
     def share(self) -> None:
         """Moves the log to shared memory."""
@@ -104,11 +104,11 @@ class ChangeLog:
             self._first[rows.cpu().numpy() if isinstance(rows, torch.Tensor) else rows] = np.nan
 
     def give(self, rows: torch.Tensor, priority: torch.Tensor) -> None:
-        """First priorities of the records that were just written to ``rows``: float32 ``[rows]``, CPU. O(rows)."""
+        """First priorities of the records that were just written to ``rows``: float64 ``[rows]``, CPU. O(rows)."""
         self._numbers[_GIVEN] = 1
         self._first[rows.numpy()] = priority.numpy()
 
-    def given(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    def given(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.float64]] | None:
         """First priorities of the records in ``rows``, NaN where there is none; ``None`` if none was ever given."""
         return self._first[rows] if self._numbers[_GIVEN] else None
 

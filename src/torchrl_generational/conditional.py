@@ -84,20 +84,14 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             index = tuple(as_int64("index", part, device) for part in index)
         else:
             index = as_int64("index", index, device)
-        return self._update_live(storage, sampler, index, generation, checked_priority(sampler, priority))
-
-    def _update_live(
-        self, storage: Any, sampler: Any, index: Any, generation: Any, values: torch.Tensor
-    ) -> UpdateResult:
-        """Compares and updates, in one section; ``values`` are checked."""
-        device = storage.slot_generations.device
+        values = checked_priority(sampler, priority)
         # the index space of a storage never changes once it is written
         handles = normalise_handles(index, generation, storage.generations.shape, device)
         values = match_shape(values, handles.shape)
         with self._exclusive():
             if storage is not self._storage or sampler is not self._priority_sampler("update_priority_if_present"):
                 # exchanged since they were looked up: begin again
-                return self.update_priority_if_present(index=index, generation=generation, priority=values)
+                return self.update_priority_if_present(index=index, generation=generation, priority=priority)
             self._catch_up()
             live = storage.slot_generations.live(handles.rows, handles.generation)
             cells = handles.cells

@@ -181,6 +181,16 @@ class SlotGenerations:
             last = np.where(last < NEVER_WRITTEN, -2 - last, last)
         stamps[places] = (-2 - count) - np.maximum(last, self._array[-1] - 1)
 
+    def mark(self, rows: int | slice | torch.Tensor) -> None:
+        """Fields of the records in ``rows`` are about to change: marks them as :meth:`begin` does, once shared."""
+        if self._shared and self.log is not None:
+            places, _ = self._places(rows)
+            self.log.note(rows)
+            self.log.begin()
+            stamps = self._array[:-1]
+            now = stamps[places]
+            stamps[places] = np.where(now < NEVER_WRITTEN, now, -2 - now)
+
     def complete(self, rows: int | slice | torch.Tensor) -> None:
         """The data of ``rows`` has changed: they hold their new records. O(rows)."""
         if self._shared and self.log is not None:
@@ -362,6 +372,8 @@ class SlotGenerations:
 
     def __getstate__(self) -> dict[str, Any]:
         # For a process being spawned the tensor goes to shared memory: one timeline. Any other copy begins its own.
+        if get_spawning_popen() is not None:
+            self.share()
         state = {name: getattr(self, name) for name in self.__slots__ if name not in ("_values", "_array")}
         return state | {"copy": get_spawning_popen() is None}
 

@@ -63,9 +63,7 @@ class Follower:
         rows = self._rows_of(log.changed_since(self._clock), length)
         stamps = generations.lookup(torch.from_numpy(rows)).numpy()
         new = stamps != self._seen[rows]
-        rows, stamps = rows[new], stamps[new]
-        self._seen[rows] = stamps
-        self._clock, self._length = clock, length
+        seen = rows, stamps = rows[new], stamps[new]
         whole = stamps >= 0
         space = storage.generations.shape
         if not whole.all():
@@ -75,10 +73,16 @@ class Follower:
         if given is not None:
             known = ~np.isnan(given)
             if known.any():
+                if sampler._max_priority[0] is None or sampler._max_priority_within_buffer:
+                    # as where the learner writes itself: a record is born with the default, which enters the maximum
+                    sampler.mark_update(torch.from_numpy(rows[known]), storage=storage)
                 _update(sampler, torch.from_numpy(rows[known]), _fitting(sampler, given[known]))
                 rows = rows[~known]
         if len(rows):
             sampler.mark_update(cells_in(torch.from_numpy(rows), space), storage=storage)
+        # last: whatever fails before is done again
+        self._seen[seen[0]] = seen[1]
+        self._clock, self._length = clock, length
 
     def _rows_of(self, blocks: _Rows, length: int) -> _Rows:
         """Rows below ``length`` in blocks that changed, and those that the storage has reached since."""
@@ -88,7 +92,7 @@ class Follower:
         return rows[rows < length]
 
 
-def _fitting(sampler: PrioritizedSampler, given: np.ndarray[Any, np.dtype[np.float32]]) -> torch.Tensor:
+def _fitting(sampler: PrioritizedSampler, given: np.ndarray[Any, np.dtype[np.float64]]) -> torch.Tensor:
     """First priorities in the tree's dtype: the exponent may have changed since their writer checked them."""
     dtype = tree_dtype(sampler)
     most = most_priority(sampler)

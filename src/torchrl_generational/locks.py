@@ -41,7 +41,7 @@ class StorageLock:
     def __init__(self) -> None:
         self._processes: Any = None  # the process lock once shared; guarded by _threads
         self.renew()
-        renew_in_forked_children(self)
+        renew_in_forked_children(self, "renew")
 
     def renew(self) -> None:
         """Makes the lock one that no thread of this process holds: for a forked child, which has one thread."""
@@ -67,18 +67,27 @@ class StorageLock:
     def acquire(self) -> bool:
         """Blocks until this thread, and this process, hold the lock."""
         self._threads.acquire()
-        if self._depth == 0 and self._processes is not None:
-            try:
+        try:
+            if self._depth == 0 and self._processes is not None:
                 self._processes.acquire()
-            except BaseException:  # an interrupt while waiting must not leave the thread lock behind
-                self._threads.release()
-                raise
-            self._held = self._processes
-        self._depth += 1
+                self._held = self._processes
+            self._depth += 1
+        except BaseException:  # an interrupt must not leave the thread lock behind
+            if self._depth == 0 and self._held is not None:
+                held, self._held = self._held, None
+                held.release()
+            self._threads.release()
+            raise
         return True
 
     def release(self) -> None:
-        """Undoes one :meth:`acquire` of this thread."""
+        """Undoes one :meth:`acquire` of this thread.
+
+        Raises:
+            RuntimeError: if this process does not hold it, as a child that was forked in the middle of a section.
+        """
+        if not self._depth:
+            raise RuntimeError("This process does not hold the lock: a forked child holds nothing of its parent's.")
         if self._depth == 1 and self._held is not None:
             held, self._held = self._held, None
             held.release()

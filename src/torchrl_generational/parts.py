@@ -230,6 +230,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             self._refuse_elsewhere()
             self._check_parts(self._storage, sampler, self._writer)
             previous, consumed = self._sampler, self._consume_after_n_samples
+            self._catch_up()
             try:
                 super().set_sampler(sampler)
             except BaseException:
@@ -238,6 +239,8 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             self._lend_lock()
             self._give_priorities(sampler)
             self._follow(known=True)
+            if self._follower is not None:
+                self._follower.has_seen_all(self._storage)
         exchanged: Sampler = previous
         return exchanged
 

@@ -24,18 +24,18 @@ __all__ = ["KernelLock", "SemaphoreLock", "make_process_lock", "renew_in_forked_
 _POLLING = 0.0003  # seconds for which a process asks again before it queues
 _PAUSE = 0.0005  # seconds between two tries where the kernel refuses to queue
 
-#: What has to forget, in a forked child, the threads that hold it in the parent.
-_RENEWED: weakref.WeakSet[Any] = weakref.WeakSet()
+#: What has to forget, in a forked child, the threads that hold it in the parent; and the name of the method for it.
+_RENEWED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
-def renew_in_forked_children(lock: Any) -> None:
-    """Has ``lock.renew()`` called in every forked child: threads that hold it do not exist there."""
-    _RENEWED.add(lock)
+def renew_in_forked_children(owner: Any, method: str) -> None:
+    """Has ``owner.method()`` called in every forked child: threads that are inside ``owner`` do not exist there."""
+    _RENEWED[owner] = method
 
 
 def _in_forked_child() -> None:
-    for lock in list(_RENEWED):
-        lock.renew()
+    for owner, method in list(_RENEWED.items()):
+        getattr(owner, method)()
 
 
 if hasattr(os, "register_at_fork"):
@@ -47,7 +47,7 @@ class _ProcessLock:
 
     def __init__(self) -> None:
         self.renew()
-        renew_in_forked_children(self)
+        renew_in_forked_children(self, "renew")
 
     def renew(self) -> None:
         """Makes the lock one that no thread of this process holds."""
@@ -57,16 +57,20 @@ class _ProcessLock:
     def acquire(self) -> None:
         """Blocks until this thread, and this process, hold the lock."""
         self._threads.acquire()
-        if self._depth == 0:
-            try:
+        try:
+            if self._depth == 0:
                 self._take()
-            except BaseException:  # an interrupt while waiting must not leave the thread lock behind
-                self._threads.release()
-                raise
-        self._depth += 1
+            self._depth += 1
+        except BaseException:  # an interrupt must leave neither lock behind
+            if self._depth == 0:
+                self._give()
+            self._threads.release()
+            raise
 
     def release(self) -> None:
         """Undoes one :meth:`acquire` of this thread."""
+        if not self._depth:
+            raise RuntimeError("This process does not hold the lock: a forked child holds nothing of its parent's.")
         if self._depth == 1:
             self._give()
         self._depth -= 1
@@ -76,6 +80,7 @@ class _ProcessLock:
         raise NotImplementedError
 
     def _give(self) -> None:
+        """Gives back what ``_take`` took, if it came that far."""
         raise NotImplementedError
 
 
@@ -131,7 +136,9 @@ class KernelLock(_ProcessLock):
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is None:
             raise RuntimeError("A KernelLock can only be passed to a process that is being started.")
-        return _rebuild, (DupFd(self._file),)
+        file = os.dup(self._file)  # one descriptor cannot be passed twice
+        weakref.finalize(self, os.close, file)
+        return _rebuild, (DupFd(file),)
 
 
 #: The locks of this process by their file: closing any descriptor of a file drops the lock that the process has on it.
@@ -164,19 +171,23 @@ class SemaphoreLock(_ProcessLock):
 
     def __init__(self) -> None:
         super().__init__()
+        self._taken = False  # by this process; guarded by _threads
         self._semaphore = multiprocessing.Lock()
 
     def _take(self) -> None:
-        self._semaphore.acquire()
+        self._taken = self._semaphore.acquire()
 
     def _give(self) -> None:
-        self._semaphore.release()
+        if self._taken:
+            self._taken = False
+            self._semaphore.release()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_semaphore": self._semaphore}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__()
+        self._taken = False
         self._semaphore = state["_semaphore"]
 
 

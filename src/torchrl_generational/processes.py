@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler, PrioritizedSa
 from torchrl.data.replay_buffers.writers import RoundRobinWriter
 
 from torchrl_generational.learner import Follower
+from torchrl_generational.process_locks import renew_in_forked_children
 from torchrl_generational.sharing import SharableStorage
 from torchrl_generational.trees import tree_dtype
 
@@ -66,10 +68,12 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     _owner: int  # the process that keeps the priorities
     _follower: Follower | None = None  # guarded by the storage's lock
     _write_lock: Any
+    _passed_on: Any = None
 
     def __init__(self, **kwargs: Any) -> None:
         self._owner = os.getpid()
         super().__init__(**kwargs)
+        renew_in_forked_children(self, "_renew_locks")
         if self.shared:
             self._ready()  # processes that initialised it on their own would not share it
 
@@ -207,13 +211,18 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
 
     def __getstate__(self) -> dict[str, Any]:
         spawning = get_spawning_popen() is not None
-        if spawning and not (self._initialized and self._storage.lock.is_shared):
+        if not spawning and self._initialized:
+            self._refuse_elsewhere()
+        if spawning and not (self._initialized and self._storage.slot_generations.is_shared):
             self.share()
+        self._passed_on = None
         state: dict[str, Any] = super().__getstate__()
         if not spawning:
             state["_owner"] = None
             return state
         state["_follower"] = None
+        # What TorchRL makes for the copy lies in shared memory, which must be there until the process has started.
+        self._passed_on = state["_rng"]
         for name in ("_sampler", "_prioritized_sampler"):
             sampler = self.__dict__.get(name)
             if keeps_priorities(sampler):
@@ -224,3 +233,9 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         if state["_owner"] is None:
             state["_owner"] = os.getpid()
         super().__setstate__(state)
+        renew_in_forked_children(self, "_renew_locks")
+
+    def _renew_locks(self) -> None:
+        """In a forked child: threads that are inside this buffer in the parent do not exist."""
+        self._futures_lock = threading.RLock()
+        self._replay_lock = threading.RLock()

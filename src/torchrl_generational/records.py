@@ -15,6 +15,10 @@ from tensordict import MemoryMappedTensor, TensorDict
 __all__ = ["attach", "copy", "matched", "select"]
 
 _PLAIN = (torch.Tensor, MemoryMappedTensor)
+_COPIED_BY_INDEX = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+)
 
 
 def select(stored: Any, index: torch.Tensor) -> TensorDict | None:
@@ -65,7 +69,11 @@ def matched(stored: Any, data: Any, rows: int | slice | torch.Tensor) -> list[tu
     else:
         lead = (rows.numel() if isinstance(rows, torch.Tensor) else max(rows.stop - rows.start, 0),)
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    return pairs if _match(stored, data, lead, pairs) else None
+    if not _match(stored, data, lead, pairs):
+        return None
+    if isinstance(rows, torch.Tensor) and any(old.dtype not in _COPIED_BY_INDEX for old, _ in pairs):
+        return None
+    return pairs
 
 
 def copy(pairs: list[tuple[torch.Tensor, torch.Tensor]], rows: int | slice | torch.Tensor) -> None:
@@ -73,7 +81,7 @@ def copy(pairs: list[tuple[torch.Tensor, torch.Tensor]], rows: int | slice | tor
     # not by indexing, which memory-mapped tensors do in Python
     if isinstance(rows, torch.Tensor):
         for old, new in pairs:
-            old.index_copy_(0, rows, new.to(old.dtype))
+            old.index_copy_(0, rows, new)
     elif isinstance(rows, slice):
         for old, new in pairs:
             old.narrow(0, rows.start, new.shape[0]).copy_(new)
@@ -92,6 +100,7 @@ def _match(stored: Any, data: Any, lead: tuple[int, ...], pairs: list[tuple[torc
             if (
                 type(old) not in _PLAIN
                 or new.shape != (*lead, *old.shape[1:])
+                or (new.dtype != old.dtype and lead)  # which torch refuses, save for a single record
                 or not (old.is_cpu and new.is_cpu)
                 or old.requires_grad
                 or new.requires_grad

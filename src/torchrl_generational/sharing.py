@@ -202,10 +202,15 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
             return True
         if self._published is None or not self._published.value:
             return False
-        self.scratch_dir = self._init_directory = self._directories[self._published.value - 1]
         self._wait_for_init()
         self.initialized = True
         return True
+
+    def _wait_for_init(self) -> None:
+        if self._published is not None:
+            self._init_event.wait()
+            self.scratch_dir = self._init_directory = self._directories[self._published.value - 1]
+        super()._wait_for_init()
 
     def cleanup(self) -> bool:
         """Removes the files, in the process that made the storage only."""

@@ -174,6 +174,12 @@ class GenerationalStorageMixin(SharableStorage):
                 return found
         return super().get(index)
 
+    def _apply_conditional_patch(self, index: torch.Tensor, patch: Any) -> None:
+        rows = index[:, 0] if index.ndim > 1 else index
+        self._generations.mark(rows)
+        super()._apply_conditional_patch(index, patch)
+        self._generations.complete(rows)
+
     def abandon(self, rows: int | slice | torch.Tensor) -> None:
         """A write to ``rows`` did not end: they hold no record until the next one, and are not drawn."""
         self._generations.abandon(rows)
@@ -219,9 +225,12 @@ class GenerationalStorageMixin(SharableStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process being spawned the memory itself; any other copy gets records and stamps of one moment."""
+        spawning = get_spawning_popen() is not None
         with self.lock:
+            if spawning:
+                self.share()
             state: dict[str, Any] = super().__getstate__()
-            if get_spawning_popen() is None:
+            if not spawning:
                 state["_storage"] = tree_map(unshared, state["_storage"])
                 state["_generations"] = self._generations.clone()
                 self._without_files(state)
@@ -299,9 +308,16 @@ def _refuse_misfits(stored: Any, data: Any, cursor: Any) -> None:
         lead: tuple[int, ...] = ()
     elif isinstance(cursor, torch.Tensor) and cursor.ndim == 1 and cursor.dtype != torch.bool:
         lead = (cursor.shape[0],)
+    elif isinstance(cursor, slice) and None not in (cursor.start, cursor.stop) and cursor.step is None:
+        lead = (cursor.stop - cursor.start,)  # of a writer
     else:
         return  # other cursors do not come from a writer, and torch checks them itself
     for name, old, new in _pairs(stored, data):
+        if lead and new.dtype != old.dtype:
+            raise RuntimeError(
+                f"The entry {name!r} has dtype {new.dtype} but the storage holds {old.dtype}. Nothing was written. "
+                "Give every record the dtypes of the first one."
+            )
         expected = (*lead, *old.shape[1:])
         if new.shape != expected and not _broadcasts(new.shape, expected):
             raise RuntimeError(

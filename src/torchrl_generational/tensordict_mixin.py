@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Compose
 
 from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
-from torchrl_generational.indexing import as_int64, keep_last
+from torchrl_generational.indexing import keep_last
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.processes import keeps_priorities
 from torchrl_generational.records import attach
@@ -135,9 +135,17 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             priority = _reduce(priority.reshape(*shape, -1), sampler.reduction, dim=-1)
         if anchored:
             priority, generation = _per_anchor(index, generation, priority, data.get("validity_mask", None))
-        named = (("index", index), ("generation", generation))
-        index, generation = (as_int64(*entry, storage.slot_generations.device) for entry in named)
-        return self._update_live(storage, sampler, index, generation, priority)
+        return self.update_priority_if_present(index=index, generation=generation, priority=priority)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Updates priorities by raw index; see TorchRL's. Prefer :meth:`update_tensordict_priority_if_present`.
+
+        Raises:
+            RuntimeError: in another process than the one that keeps the priorities.
+        """
+        self._ready()
+        self._refuse_elsewhere()
+        super().update_tensordict_priority(data)
 
     def _entry(self, data: TensorDictBase, key: Any, method: str) -> torch.Tensor:
         value = data.get(key, None)
@@ -223,7 +231,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         log = self._storage.slot_generations.log
         if priority is None or log is None or self._storage.ndim > 1:
             return
-        first = self._per_record(torch.as_tensor(priority).detach().float().cpu(), records)
+        first = self._per_record(torch.as_tensor(priority).detach().double().cpu(), records)
         rows = torch.as_tensor(index).reshape(-1).cpu()
         if not isinstance(self._writer, GenerationalWriterMixin) or len(rows) > self._storage.max_size:
             real = rows >= 0  # -1: not stored

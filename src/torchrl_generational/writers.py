@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoun
 from torchrl_generational.counters import SharedCounter
 from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
 from torchrl_generational.indexing import rows_written
+from torchrl_generational.process_locks import renew_in_forked_children
 from torchrl_generational.protocols import generations_on
 from torchrl_generational.storages import GenerationalStorageMixin
 
@@ -43,7 +44,8 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
     _pending_generation: torch.Tensor | None  # TorchRL's: stamps loaded while there is no storage
     _origin: dict[str, int]  # where the stamps being loaded come from; empty for TorchRL's checkpoints
-    # TorchRL's counters; guarded by the storage's lock
+    _standing: Any = None  # the counters while others stand in for them; guarded by the storage's lock
+    # TorchRL's counters; guarded by the same lock
     _cursor: int
     _write_count: int
 
@@ -60,12 +62,14 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
     def _own_counters(self, cursor: int, write_count: int) -> None:
         """Takes the place of TorchRL's: 64 bits, and no locks that a killed process would keep."""
+        renew_in_forked_children(self, "_stand")
         own: Any = (lambda value: value) if self._compilable else SharedCounter
         self._cursor_value, self._write_count_value = own(cursor), own(write_count)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         cursor, write_count = state.pop("cursor__context", None), state.pop("write_count__context", None)
         super().__setstate__(state)
+        renew_in_forked_children(self, "_stand")
         if cursor is not None and write_count is not None:
             self._own_counters(cursor, write_count)
 
@@ -172,13 +176,19 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
                 self._cursor, self._write_count = before
                 raise
             return
-        shared = self._cursor_value, self._write_count_value
+        shared = self._standing = self._cursor_value, self._write_count_value
         moved = self._cursor_value, self._write_count_value = _Number(shared[0].value), _Number(shared[1].value)
         try:
             yield
         finally:
-            self._cursor_value, self._write_count_value = shared
+            self._stand()
         self._cursor, self._write_count = (number.value for number in moved)
+
+    def _stand(self) -> None:
+        """Puts the counters back; also in a child that was forked while another thread was writing."""
+        if self._standing is not None:
+            self._cursor_value, self._write_count_value = self._standing
+            self._standing = None
 
     def _write_run(self, data: TensorDict) -> torch.Tensor:
         """Writes plain records to the next slots of a storage of one dimension, and returns those. Lock held."""

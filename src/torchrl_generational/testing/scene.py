@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers.storages import TensorStorage
 
+from torchrl_generational import records
 from torchrl_generational.generations import NEVER_WRITTEN
 from torchrl_generational.testing.sequencer import Sequencer
 
@@ -146,20 +147,27 @@ class BufferScene:
         """Writes new records, and the write fails when their data has changed: a full disk, say."""
         data = self._new(count)
         self.torn.update(data["x"].tolist())
-        original, me = TensorStorage.set, threading.get_ident()
+        set_records, copy_records, me = TensorStorage.set, records.copy, threading.get_ident()
 
-        def half(this: Any, cursor: Any, records: Any, **keywords: Any) -> None:
-            original(this, cursor, records, **keywords)
+        def fail_here() -> None:
             if threading.get_ident() == me:
                 raise OSError("no space left on device")
 
-        TensorStorage.set = half
+        def set_and_fail(*arguments: Any, **keywords: Any) -> None:
+            set_records(*arguments, **keywords)
+            fail_here()
+
+        def copy_and_fail(*arguments: Any) -> None:
+            copy_records(*arguments)
+            fail_here()
+
+        TensorStorage.set, records.copy = set_and_fail, copy_and_fail  # type: ignore[assignment]
         try:
             self.buffers[who].extend(data)
         except OSError:
             pass
         finally:
-            TensorStorage.set = original
+            TensorStorage.set, records.copy = set_records, copy_records
 
     def sample(self, name: str, who: int = 0) -> None:
         """Draws a batch, which this thread's next ``update`` hands back."""
