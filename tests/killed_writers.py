@@ -35,7 +35,7 @@ PACKAGE = Path(g.__file__).parent
 # modules of which every line changes what processes share, or is next to one that does
 CHANGING = {"changes", "counters", "generations", "records"}
 # and those around them
-AROUND = CHANGING | {"process_locks", "storages", "writers"}
+AROUND = CHANGING | {"process_locks", "writers"}
 
 
 def make(storage: str, folder: Path, *, capacity: int = CAPACITY, batch_size: int = 16) -> Any:
@@ -242,7 +242,7 @@ class Points:
     Args:
         modules: of the package, by name; ``None`` for all of them.
         foreign: every so many lines of all other code as well; 0 for none.
-        again: whether a line counts each time it runs, or only the first.
+        again: whether a line counts each time it runs, or only the first. Those that copy records always do.
         instructions: whether single instructions count, not lines.
     """
 
@@ -266,7 +266,8 @@ class Points:
         def kind_of(file: str) -> str:
             path = Path(file)
             if path.parent == PACKAGE:
-                return "own" if self.modules is None or path.stem in self.modules else "foreign"
+                wanted = self.modules is None or path.stem in self.modules
+                return "records" if wanted and path.stem == "records" else "own" if wanted else "foreign"
             return "none" if file == __file__ else "foreign"
 
         def trace(frame: Any, event: str, argument: Any) -> Any:
@@ -285,7 +286,7 @@ class Points:
                 elsewhere += 1
                 if elsewhere % self.foreign:
                     return trace
-            elif not self.again:
+            elif not self.again and not (kind == "records" and frame.f_code.co_name == "copy"):
                 point = (frame.f_code, frame.f_lasti if self.instructions else frame.f_lineno)
                 if point in met:
                     return trace

@@ -46,7 +46,8 @@ def check_lines(kind: str, found: dict[str, Any]) -> None:
 def test_a_writer_killed_at_any_line_blocks_nobody_and_harms_nothing(kind, tmp_path):
     """At every line next to a change, and for one kind of write at those around them as well."""
     modules = AROUND if kind == "extend" else CHANGING
-    found = killed_at_every_line(kind, "tensors", tmp_path / "storage", Points(modules, again=False))
+    foreign = 30 if kind == "assignment" else 0  # which tensordict does
+    found = killed_at_every_line(kind, "tensors", tmp_path / "storage", Points(modules, foreign=foreign, again=False))
     assert found["kills"] > (80 if kind == "extend" else 30)
     check_lines(kind, found)
 
@@ -54,15 +55,15 @@ def test_a_writer_killed_at_any_line_blocks_nobody_and_harms_nothing(kind, tmp_p
 @pytest.mark.parametrize("storage", ["tensors", "memmap"])
 def test_a_writer_killed_at_any_line_of_the_first_write_leaves_it_to_the_next(storage, tmp_path):
     """At every line next to a change, and some of those in TorchRL and tensordict that make the files."""
-    points = Points({"changes", "counters", "generations", "sharing"}, foreign=400, again=False)
+    points = Points({"counters", "sharing"}, foreign=400, again=False)
     check_first(killed_at_every_line_of_a_first_write(storage, tmp_path, points))
 
 
 def check_first(found: dict[str, Any]) -> None:
-    assert found["kills"] > 40
+    assert found["kills"] > 30
     assert found["worst"] < TIMEOUT
     assert found["before the records were there"] > 20
-    assert found["interrupted"] > 3
+    assert found["interrupted"] > 0
 
 
 def check_random(found: dict[str, Any]) -> None:

@@ -4,11 +4,12 @@ import fcntl
 import multiprocessing
 import os
 import pickle
+import threading
 import time
 
 import pytest
 from children import child_says, forked
-from support import TIMEOUT
+from support import TIMEOUT, prioritized, records
 
 from torchrl_generational import process_locks
 from torchrl_generational.locks import StorageLock
@@ -185,3 +186,78 @@ def test_two_locks_that_two_processes_take_in_turn_in_two_threads_are_no_deadloc
         first.release()
         assert child.exit_code() == 0
         waiting.result(TIMEOUT)
+
+
+def test_an_interrupt_after_the_kernel_has_given_the_lock_leaves_neither_lock_behind(monkeypatch):
+    take = process_locks.KernelLock._take
+
+    def interrupted(self):
+        take(self)
+        raise KeyboardInterrupt
+
+    lock = StorageLock()
+    lock.share()
+    with monkeypatch.context() as patch:
+        patch.setattr(process_locks.KernelLock, "_take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lock.acquire()
+    assert not taken_elsewhere(lock)
+    with lock:
+        assert taken_elsewhere(lock)
+
+
+def test_a_child_forked_inside_a_section_does_not_hold_it():
+    lock = StorageLock()
+    lock.share()
+
+    def leave_and_enter() -> None:
+        with pytest.raises(RuntimeError, match="does not hold the lock"):
+            lock.release()
+        child_says("left")
+        with lock:
+            pass
+
+    with lock, forked(leave_and_enter) as child:
+        child.wait_for("left")
+        assert taken_elsewhere(lock)
+        lock.release()
+        assert child.exit_code() == 0
+        lock.acquire()
+
+
+def test_a_child_forked_while_a_thread_writes_shares_cursor_and_count(actors, monkeypatch):
+    rb = prioritized(8, shared=True)
+    rb.extend(records(2))
+    inside, go_on = threading.Event(), threading.Event()
+    reach = rb.storage.reach
+
+    def wait(rows) -> None:
+        reach(rows)
+        inside.set()
+        assert go_on.wait(TIMEOUT)
+
+    def write_too() -> None:
+        child_says("forked")
+        rb.extend(records(3, 10))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rb.storage, "reach", wait)
+        writing = actors.start("writer", lambda: rb.add(records(1, 2)[0]))
+        assert inside.wait(TIMEOUT)
+        with forked(lambda: (patch.undo(), write_too())) as child:
+            child.wait_for("forked")
+            go_on.set()
+            writing.result(TIMEOUT)
+            assert child.exit_code() == 0
+    assert (rb.writer._cursor, rb.write_count, len(rb)) == (6, 6, 6)
+    assert rb[:]["x"].tolist() == [0, 1, 2, 10, 11, 12]
+
+
+def test_a_child_forked_while_a_thread_is_inside_the_buffer_can_use_it(actors):
+    rb = prioritized(8, shared=True)
+    rb.extend(records(2))
+    actors.other(rb._futures_lock.acquire)
+    with forked(lambda: rb.empty()) as child:
+        assert child.exit_code() == 0
+    actors.other(rb._futures_lock.release)
+    assert len(rb) == 0

@@ -1,0 +1,160 @@
+"""Records go in and out as with TorchRL, whatever road they take inside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import records
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+
+import torchrl_generational as g
+from torchrl_generational import records as fast
+
+
+@tensorclass
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def spread(count: int, start: int) -> torch.Tensor:
+    return torch.arange(start, start + count)
+
+
+LAYOUTS = {
+    "flat": lambda n, s: records(n, s, y=torch.rand(n, 3)),
+    "nested": lambda n, s: TensorDict({"a": {"b": spread(n, s), "c": {"d": torch.rand(n, 2, 2)}}}, [n]),
+    "nested deeper": lambda n, s: TensorDict({"a": TensorDict({"b": torch.rand(n, 4)}, [n, 4])}, [n]),
+    "kinds of numbers": lambda n, s: TensorDict(
+        {
+            str(dtype): spread(n, s).to(dtype)
+            for dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float64)
+        },
+        [n],
+    ),
+    "complex": lambda n, s: TensorDict({"x": torch.rand(n, 2, dtype=torch.complex64)}, [n]),
+    "float8": lambda n, s: TensorDict({"x": spread(n, s).float().to(torch.float8_e5m2)}, [n]),
+    "with a device": lambda n, s: TensorDict({"x": spread(n, s)}, [n], device="cpu"),
+    "with names": lambda n, s: TensorDict({"x": spread(n, s)}, [n], names=["time"]),
+    "locked": lambda n, s: records(n, s).lock_(),
+    "not contiguous": lambda n, s: TensorDict({"x": torch.rand(3, n).T}, [n]),
+    "expanded": lambda n, s: TensorDict({"x": torch.rand(1, 3).expand(n, 3)}, [n]),
+    "objects": lambda n, s: TensorDict({"x": spread(n, s), "name": NonTensorData("n", batch_size=[n])}, [n]),
+    "a lazy stack": lambda n, s: LazyStackedTensorDict(*(records(1, s + row)[0] for row in range(n))),
+    "a tensorclass inside": lambda n, s: TensorDict(
+        {"pair": Pair(left=spread(n, s), right=torch.rand(n, 2), batch_size=[n])}, [n]
+    ),
+    "a trajectory in each": lambda n, s: TensorDict({"x": torch.rand(n, 5)}, [n, 5]),
+}
+WRITES = {"in one run": [6], "around the end": [6, 6], "longer than the ring": [20], "one by one": [1] * 10}
+
+
+def pair(lazy) -> tuple[TensorDictReplayBuffer, TensorDictReplayBuffer]:
+    ours, stock = {
+        "memory": (g.GenerationalLazyTensorStorage, LazyTensorStorage),
+        "files": (g.GenerationalLazyMemmapStorage, LazyMemmapStorage),
+    }[lazy]
+    return (
+        g.GenerationalTensorDictReplayBuffer(storage=ours(8), batch_size=4),
+        TensorDictReplayBuffer(storage=stock(8), batch_size=4),
+    )
+
+
+def described(data):
+    """All that a caller can see of a batch, entry by entry."""
+    if isinstance(data, torch.Tensor):
+        return type(data), data.dtype, data.device, data.shape, data.tolist() if data.dtype.itemsize > 1 else None
+    entries = {key: described(entry) for key, entry in sorted(data.items())} if hasattr(data, "items") else str(data)
+    return type(data), data.batch_size, data.device, data.names, data.is_locked, entries
+
+
+@pytest.mark.parametrize("lazy", ["memory", "files"])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_records_of_every_layout_are_stored_and_read_as_with_torchrl(layout, write, lazy):
+    if (layout, lazy) == ("complex", "files"):
+        return  # tensordict keeps no complex numbers in files
+    ours, stock = pair(lazy)
+    start = 0
+    for count in WRITES[write]:
+        torch.manual_seed(start)
+        data = LAYOUTS[layout](count, start)
+        copies = data.clone(), data.clone()
+        if data.is_locked:
+            copies = tuple(twin.lock_() for twin in copies)
+        for rb, twin in zip((ours, stock), copies, strict=True):
+            rb.extend(twin)
+        assert described(copies[0]) == described(copies[1])  # what becomes of the caller's data
+        start += count
+    index = torch.tensor([3, 0, 3, 5])
+    for ask in (index, index[:1], slice(0, 3), 2):
+        if write == "longer than the ring":
+            break  # torch does not say which record of a slot stays
+        assert described(ours.storage.get(ask)) == described(stock.storage.get(ask))
+
+
+@pytest.mark.parametrize("change", ["extra", "missing", "dtype", "shape"])
+@pytest.mark.parametrize("count", [1, 3], ids=["add", "extend"])
+def test_records_that_differ_from_the_first_are_taken_or_refused_as_with_torchrl(change, count):
+    outcomes = []
+    for rb in pair("memory"):
+        rb.extend(records(8, y=torch.zeros(8, 2)))
+        data = records(count, 50, y=torch.ones(count, 2))
+        if change == "extra":
+            data["z"] = torch.ones(count)
+        elif change == "missing":
+            del data["y"]
+        elif change == "dtype":
+            data["y"] = data["y"].double()
+        else:
+            data["y"] = torch.ones(count, 3)
+        try:
+            rb.extend(data) if count > 1 else rb.add(data[0])
+        except Exception:
+            outcomes.append("refused")
+        else:
+            outcomes.append({key: value.tolist() for key, value in rb.storage._storage.items() if key != "index"})
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_plain_layout_takes_the_short_road(monkeypatch):
+    taken = []
+    monkeypatch.setattr(fast, "copy", lambda *args, original=fast.copy: (taken.append("in"), original(*args)))
+    monkeypatch.setattr(fast, "select", lambda *args, original=fast.select: (taken.append("out"), original(*args))[1])
+    rb, _ = pair("files")
+    rb.extend(LAYOUTS["nested"](3, 0))  # the first one makes the storage
+    rb.extend(LAYOUTS["nested"](3, 3))
+    rb.storage.get(torch.tensor([1, 4]))
+    assert taken[0] == "in"
+    assert set(taken[1:]) == {"out"}
+
+
+def test_a_sample_is_the_same_on_both_roads(monkeypatch):
+    def sample(plain: bool):
+        rb = g.GenerationalTensorDictPrioritizedReplayBuffer(
+            alpha=0.7,
+            beta=0.5,
+            storage=g.GenerationalLazyTensorStorage(8),
+            batch_size=5,
+            generator=torch.Generator().manual_seed(0),
+        )
+        rb.extend(LAYOUTS["nested"](8, 0).set("td_error", torch.arange(8) + 1.0))
+        assert rb._samples_are_plain()
+        if not plain:
+            monkeypatch.setattr(rb, "_samples_are_plain", lambda: False)
+        return rb.sample()
+
+    torch.manual_seed(0)
+    short = sample(True)
+    torch.manual_seed(0)
+    assert described(short) == described(sample(False))
+
+
+def test_an_index_outside_is_refused_as_with_torchrl():
+    for rb in pair("memory"):
+        rb.extend(records(5))
+        for index in (torch.tensor([5]), torch.tensor([-6])):
+            with pytest.raises(IndexError):
+                rb.storage.get(index)
+        assert rb.storage.get(torch.tensor([-1]))["x"].tolist() == [4]
