@@ -183,7 +183,7 @@ class Auditor:
                 self.counts.update(updated=result.num_updated, stale=result.num_stale)
 
     def was_killed(self, numbers: torch.Tensor) -> None:
-        self.killed = torch.cat([self.killed[-4096:], numbers])
+        self.killed = torch.cat([self.killed[-8192:], numbers])
 
     def draws_every_slot(self) -> None:
         """All slots hold records and are drawn."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import (
+    LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
@@ -210,3 +211,46 @@ def test_a_sampled_tensordict_takes_entries_from_the_info():
     rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
     sample, info = rb.sample(return_info=True)
     relies(torch.equal(sample["index"], info["index"]), "samples that carry the entries of the info", "carrier")
+
+
+@pytest.mark.parametrize("cls", [LazyTensorStorage, LazyMemmapStorage])
+def test_lazy_storages_are_made_by_one_process_for_all_in_a_directory(cls):
+    storage = cls(4, shared_init=True)
+    for name in ("_init_lock", "_init_event", "_init_directory", "scratch_dir"):
+        relies(hasattr(storage, name), f"{cls.__name__}.{name}", "sharing")
+    for name in ("_make_init_directory", "_init_coordinator", "_wait_for_init", "_init"):
+        relies(callable(getattr(cls, name, None)), f"{cls.__name__}.{name}", "sharing")
+    storage.set(range(2), TensorDict({"x": torch.arange(2)}, [2]))
+    there = TensorDict.load_memmap(storage._init_directory)
+    relies(there["x"][:2].tolist() == [0, 1], "storages whose records load_memmap reads", "sharing")
+
+
+def test_storages_and_writers_count_in_objects_with_a_value():
+    storage = LazyTensorStorage(4)
+    rb = ReplayBuffer(storage=storage, batch_size=2)
+    rb.extend(torch.arange(3))
+    found = [getattr(storage, name).value for name in ("_len_value", "_last_cursor_index_value")]
+    relies(found == [3, 2], "storages that count in _len_value and _last_cursor_index_value", "sharing")
+    relies(storage._mutation_revision_value.value > 0, "_mutation_revision_value", "sharing")
+    found = [getattr(rb.writer, name).value for name in ("_cursor_value", "_write_count_value")]
+    relies(found == [3, 3], "writers that count in _cursor_value and _write_count_value", "writers")
+
+
+def test_conditional_patches_go_through_the_storage():
+    relies(hasattr(TensorStorage, "_apply_conditional_patch"), "TensorStorage._apply_conditional_patch", "storages")
+
+
+def test_tensordicts_can_be_made_of_entries_that_are_known_to_fit():
+    data = TensorDict({"x": torch.arange(2)}, [2])
+    relies(data._td_dim_names is None, "TensorDict._td_dim_names", "records")
+    made = TensorDict._new_unsafe(source={"x": torch.arange(3)}, batch_size=torch.Size([3]), device=None)
+    made._set_str("y", torch.ones(3), inplace=False, validated=True, non_blocking=False)
+    relies(sorted(made.keys()) == ["x", "y"] and made.shape == (3,), "_new_unsafe and _set_str", "records")
+
+
+def test_multiprocessing_says_when_it_pickles_for_a_process_that_it_starts():
+    from multiprocessing.context import get_spawning_popen
+    from multiprocessing.reduction import DupFd
+
+    relies(get_spawning_popen() is None, "get_spawning_popen of multiprocessing", "process_locks")
+    relies(callable(DupFd), "DupFd of multiprocessing", "process_locks")
