@@ -208,10 +208,10 @@ class Neighbour:
     def __init__(self, rb: Any, child: Child, commands: int) -> None:
         self.child, self._commands, self._asked = child, commands, 0
 
-    def asked(self, count: int, start: int) -> None:
+    def asked(self, count: int, start: int, *, first: bool = False) -> None:
         """Returns when it has written so many records; for 0 when it has had the lock."""
         self._asked += 1
-        os.write(self._commands, f"{self._asked} {count} {start}\n".encode())
+        os.write(self._commands, f"{self._asked} {count} {start} {first:d}\n".encode())
         self.child.wait_for(f"did {self._asked}")
 
 
@@ -222,9 +222,9 @@ def neighbour(rb: Any) -> Iterator[Neighbour]:
     def work() -> None:
         os.close(writing)
         for line in open(reading):  # noqa: SIM115
-            number, count, start = map(int, line.split())
+            number, count, start, first = map(int, line.split())
             if count:
-                rb.extend(batch(count, start))
+                rb.extend(batch(count, start, first=bool(first)))
             else:
                 with rb.storage.lock:
                     pass
@@ -310,6 +310,7 @@ KINDS = {
     "extend that wraps": 12,
     "extend longer than the ring": 80,
     "extend with td_error": 12,
+    "extend over records not seen yet": 8,
     "extend of a ring not full": 8,
     "add": 1,
     "assignment": 5,
@@ -413,6 +414,8 @@ def killed_at_every_line(kind: str, storage: str, folder: Path, points: Points) 
         for number in range(1, 10**6):
             lines.prepare(kind, here=bool(number % 3))
             lines.auditor.look()  # takes handles
+            if kind == "extend over records not seen yet":
+                other.asked(CAPACITY, lines.issue(CAPACITY), first=True)
             killed = lines.kill(kind, number, points)
             lines.check(kind, number)
             if not killed:
@@ -491,6 +494,11 @@ class Writers:
             self.rb.extend(data)
             self.done[author] += 1
 
+    def last_of(self, author: int) -> torch.Tensor:
+        """Numbers of the records that this author may have been writing, if they bring first priorities."""
+        issued = int(self.issued[author])  # by an author who may be about to issue more
+        return 2 * (author * 2**32 + torch.arange(max(issued - self.LONGEST, 0), issued + self.LONGEST)) + 1
+
     def close(self) -> None:
         for child in self.running.values():
             child.kill()
@@ -529,9 +537,7 @@ def killed_at_random_moments(kills: int, storage: str, folder: Path, *, writers:
             start = time.monotonic()
             os.kill(victim.pid, signal.SIGKILL)
             others = torch.tensor(sorted(crowd.running))
-            fresh = 2 * (author * 2**32 + torch.arange(max(int(crowd.issued[author]) - Writers.LONGEST, 0),
-                                                       int(crowd.issued[author]))) + 1  # fmt: skip
-            auditor.was_killed(fresh)
+            auditor.was_killed(crowd.last_of(author))
             learn()
             recovery["learner"].append(time.monotonic() - start)
             until(lambda: bool((crowd.done[others] >= before[others] + 2).any()))  # noqa: B023
@@ -541,6 +547,8 @@ def killed_at_random_moments(kills: int, storage: str, folder: Path, *, writers:
         learn()
     finally:
         crowd.close()
+    for author in crowd.running:
+        auditor.was_killed(crowd.last_of(author))
     learn()
     numbers = rb.storage.slot_generations.log._numbers
     crowd.fill()

@@ -36,7 +36,7 @@ def draw(sampler: Any, num_cells: int, batch_size: int) -> tuple[torch.Tensor, t
     if not total > 0:
         raise RuntimeError(
             f"Cannot sample by priority: those of all {num_cells} records are zero. Update one of them, or give the "
-            "sampler eps > 0."
+            "sampler eps > 0. If their last write did not end, write new ones over them."
         )
     cells, leaf = _landing(sums, total, sampler._rng, batch_size)
     missed = (leaf == 0) | (cells >= num_cells)

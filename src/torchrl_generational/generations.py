@@ -173,13 +173,13 @@ class SlotGenerations:
             return
         places, count = self._places(rows)
         log.note(rows)
-        log.begin()
-        log.forget(rows)
         stamps = self._array[:-1]
         last = stamps[places]
         if log.interrupted:
             last = np.where(last < NEVER_WRITTEN, -2 - last, last)
+        log.begin()
         stamps[places] = (-2 - count) - np.maximum(last, self._array[-1] - 1)
+        log.forget(rows)  # those of records that are there must outlive a process that is killed before
 
     def mark(self, rows: int | slice | torch.Tensor) -> None:
         """Fields of the records in ``rows`` are about to change: marks them as :meth:`begin` does, once shared."""

@@ -158,12 +158,13 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
 
     def _choose_directory(self, data: Any) -> None:
         """Memory, if there is room for the records, else the disk."""
+        *memory, chosen = self._directories
         size = sum(leaf.numel() * leaf.element_size() for leaf in _tensors(data)) * self.max_size
-        for directory in self._directories:
-            free = os.statvfs(directory)
-            if size < free.f_bavail * free.f_frsize:
-                break
-        self.scratch_dir = self._init_directory = directory
+        for directory in memory:
+            room = os.statvfs(directory)
+            if size < room.f_bavail * room.f_frsize:
+                chosen = directory
+        self.scratch_dir = self._init_directory = chosen
 
     def _init(self, data: Any) -> None:
         if not self.shared_init:
@@ -192,7 +193,7 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
         self._published.value = 1 + self._directories.index(self._init_directory)
 
     def _clear_files(self) -> None:
-        for directory in self._directories:
+        for directory in filter(os.path.isdir, self._directories):
             for path in os.scandir(directory):
                 shutil.rmtree(path) if path.is_dir() else os.unlink(path)
 
@@ -211,11 +212,6 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
             self._init_event.wait()
             self.scratch_dir = self._init_directory = self._directories[self._published.value - 1]
         super()._wait_for_init()
-
-    def cleanup(self) -> bool:
-        """Removes the files, in the process that made the storage only."""
-        removed: bool = os.getpid() == self._maker and super().cleanup()
-        return removed
 
     # ---------------------------------------------------------------- copies
 

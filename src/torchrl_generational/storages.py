@@ -7,13 +7,14 @@ The storage is the only place where stamps advance: every road by which a slot r
 from __future__ import annotations
 
 import json
+import os
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, is_tensor_collection, is_tensorclass
-from torch.utils._pytree import tree_leaves, tree_map
+from tensordict import is_tensor_collection
+from torch.utils._pytree import tree_map
 from torchrl.data.replay_buffers.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -21,8 +22,9 @@ from torchrl.data.replay_buffers.storages import (
 )
 
 from torchrl_generational import records
-from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
-from torchrl_generational.indexing import as_rows, bounds_of, keep_last, rows_written
+from torchrl_generational.generations import SlotGenerations
+from torchrl_generational.incoming import last_of_each, names_rows, refuse_misfits, select, without_handles
+from torchrl_generational.indexing import as_rows, bounds_of, rows_written
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import from_plain, objects_in, to_plain, unshared
 from torchrl_generational.sharing import SharableStorage
@@ -122,7 +124,7 @@ class GenerationalStorageMixin(SharableStorage):
             IndexError: if a row lies outside the storage; nothing has changed then.
             RuntimeError: if an entry has another shape than those stored; nothing has changed then.
         """
-        data = _without_handles(data)
+        data = without_handles(data)
         if torch.compiler.is_compiling() and isinstance(cursor, torch.Tensor):
             # A traced graph cannot branch on what the cursor holds: it stamps, and torch checks the bounds.
             self._generations.advance(cursor)
@@ -133,12 +135,12 @@ class GenerationalStorageMixin(SharableStorage):
         known = self.initialized or self.join()
         written: Any = rows  # each row once
         if isinstance(rows, torch.Tensor) and isinstance(cursor, torch.Tensor) and cursor.shape == rows.shape:
-            keep = _last_of_each(rows, num_rows)
+            keep = last_of_each(rows, num_rows)
             if keep is not None:
-                cursor, data, written = cursor[keep], _select(data, keep), rows[keep]
-        pairs = records.matched(self._storage, data, written) if known and _names_rows(cursor) else None
+                cursor, data, written = cursor[keep], select(data, keep), rows[keep]
+        pairs = records.matched(self._storage, data, written) if known and names_rows(cursor) else None
         if known and pairs is None:
-            _refuse_misfits(self._storage, data, cursor)
+            refuse_misfits(self._storage, data, cursor)
         try:
             self._generations.begin(rows)
             if pairs is None:
@@ -295,85 +297,6 @@ class GenerationalStorageMixin(SharableStorage):
                 buffer._records_replaced()
 
 
-def _names_rows(cursor: Any) -> bool:
-    """Whether ``storage[cursor]`` are whole rows, in the order in which the cursor names them."""
-    if isinstance(cursor, torch.Tensor):
-        return cursor.ndim <= 1 and cursor.dtype != torch.bool
-    return type(cursor) in (int, range) or (isinstance(cursor, slice) and cursor.step in (None, 1))
-
-
-def _refuse_misfits(stored: Any, data: Any, cursor: Any) -> None:
-    """Refuses records of which one entry has another shape, before the entries ahead of it are written."""
-    if isinstance(cursor, int) or (isinstance(cursor, torch.Tensor) and cursor.ndim == 0):
-        lead: tuple[int, ...] = ()
-    elif isinstance(cursor, torch.Tensor) and cursor.ndim == 1 and cursor.dtype != torch.bool:
-        lead = (cursor.shape[0],)
-    elif isinstance(cursor, slice) and None not in (cursor.start, cursor.stop) and cursor.step is None:
-        lead = (cursor.stop - cursor.start,)  # of a writer
-    else:
-        return  # other cursors do not come from a writer, and torch checks them itself
-    for name, old, new in _pairs(stored, data):
-        if lead and new.dtype != old.dtype:
-            raise RuntimeError(
-                f"The entry {name!r} has dtype {new.dtype} but the storage holds {old.dtype}. Nothing was written. "
-                "Give every record the dtypes of the first one."
-            )
-        expected = (*lead, *old.shape[1:])
-        if new.shape != expected and not _broadcasts(new.shape, expected):
-            raise RuntimeError(
-                f"The entry {name!r} has shape {tuple(new.shape)} but the storage takes {expected} here. Nothing was "
-                "written. Give every record the shapes of the first one."
-            )
-
-
-def _pairs(stored: Any, data: Any) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
-    """Stored entries and those about to be written over them, where both are tensors of one name."""
-    if is_tensor_collection(data) and is_tensor_collection(stored) and not isinstance(data, LazyStackedTensorDict):
-        found = [(name, stored.get(name, None), new) for name, new in data.items(True, True)]
-    elif not isinstance(data, list | torch.Tensor) and not is_tensor_collection(data):
-        old_leaves, new_leaves = tree_leaves(stored), tree_leaves(data)
-        if len(old_leaves) != len(new_leaves):
-            return []  # torch refuses another structure itself, before it writes
-        found = [(position, *pair) for position, pair in enumerate(zip(old_leaves, new_leaves, strict=True))]
-    else:
-        return []
-    return [row for row in found if isinstance(row[1], torch.Tensor) and isinstance(row[2], torch.Tensor)]
-
-
-def _broadcasts(shape: torch.Size, expected: tuple[int, ...]) -> bool:
-    if len(shape) > len(expected):
-        return False
-    return all(size in (1, wanted) for size, wanted in zip(shape[::-1], expected[::-1], strict=False))
-
-
-def _without_handles(data: Any) -> Any:
-    if is_tensor_collection(data) and not is_tensorclass(data):
-        if GENERATION_KEY in data:
-            return data.exclude(GENERATION_KEY)
-    elif isinstance(data, list):
-        return [_without_handles(item) for item in data]
-    return data
-
-
-def _last_of_each(rows: torch.Tensor, num_rows: int) -> slice | torch.Tensor | None:
-    """Which records to write so that each row is written once, by its last record; ``None`` for all of them.
-
-    Torch does not say which of several writes to one row stays.
-    """
-    step = rows.diff()
-    if bool(((step == 1) | (step == 1 - num_rows)).all()):  # round robin: rows repeat once the ring is full
-        return slice(-num_rows, None) if rows.numel() > num_rows else None
-    return keep_last(rows)
-
-
-def _select(data: Any, keep: slice | torch.Tensor) -> Any:
-    if isinstance(data, list):
-        return data[keep] if isinstance(keep, slice) else [data[position] for position in keep.tolist()]
-    if is_tensor_collection(data) or isinstance(data, torch.Tensor):
-        return data[keep]
-    return tree_map(lambda leaf: leaf[keep], data)
-
-
 class GenerationalTensorStorage(GenerationalStorageMixin, TensorStorage):  # type: ignore[misc]
     """:class:`~torchrl.data.replay_buffers.storages.TensorStorage` with a generation per slot.
 
@@ -415,3 +338,8 @@ class GenerationalLazyMemmapStorage(GenerationalStorageMixin, LazyMemmapStorage)
         >>> storage.generations
         tensor([ 0,  0, -1, -1])
     """
+
+    def cleanup(self) -> bool:
+        """Removes the files, in the process that made the storage; does nothing in others."""
+        removed: bool = os.getpid() == self._maker and super().cleanup()
+        return removed

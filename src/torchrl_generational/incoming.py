@@ -1,0 +1,95 @@
+"""Records about to be written: what they fit, which of them stay, and what of them is not stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, is_tensor_collection, is_tensorclass
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchrl_generational.generations import GENERATION_KEY
+from torchrl_generational.indexing import keep_last
+
+__all__ = ["last_of_each", "names_rows", "refuse_misfits", "select", "without_handles"]
+
+
+def names_rows(cursor: Any) -> bool:
+    """Whether ``storage[cursor]`` are whole rows, in the order in which the cursor names them."""
+    if isinstance(cursor, torch.Tensor):
+        return cursor.ndim <= 1 and cursor.dtype != torch.bool
+    return type(cursor) in (int, range) or (isinstance(cursor, slice) and cursor.step in (None, 1))
+
+
+def refuse_misfits(stored: Any, data: Any, cursor: Any) -> None:
+    """Refuses records of which one entry has another shape, before the entries ahead of it are written."""
+    if isinstance(cursor, int) or (isinstance(cursor, torch.Tensor) and cursor.ndim == 0):
+        lead: tuple[int, ...] = ()
+    elif isinstance(cursor, torch.Tensor) and cursor.ndim == 1 and cursor.dtype != torch.bool:
+        lead = (cursor.shape[0],)
+    elif isinstance(cursor, slice) and None not in (cursor.start, cursor.stop) and cursor.step is None:
+        lead = (cursor.stop - cursor.start,)  # of a writer
+    else:
+        return  # other cursors do not come from a writer, and torch checks them itself
+    for name, old, new in _pairs(stored, data):
+        if lead and new.dtype != old.dtype:
+            raise RuntimeError(
+                f"The entry {name!r} has dtype {new.dtype} but the storage holds {old.dtype}. Nothing was written. "
+                "Give every record the dtypes of the first one."
+            )
+        expected = (*lead, *old.shape[1:])
+        if new.shape != expected and not _broadcasts(new.shape, expected):
+            raise RuntimeError(
+                f"The entry {name!r} has shape {tuple(new.shape)} but the storage takes {expected} here. Nothing was "
+                "written. Give every record the shapes of the first one."
+            )
+
+
+def _pairs(stored: Any, data: Any) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """Stored entries and those about to be written over them, where both are tensors of one name."""
+    if is_tensor_collection(data) and is_tensor_collection(stored) and not isinstance(data, LazyStackedTensorDict):
+        found = [(name, stored.get(name, None), new) for name, new in data.items(True, True)]
+    elif not isinstance(data, list | torch.Tensor) and not is_tensor_collection(data):
+        old_leaves, new_leaves = tree_leaves(stored), tree_leaves(data)
+        if len(old_leaves) != len(new_leaves):
+            return []  # torch refuses another structure itself, before it writes
+        found = [(position, *pair) for position, pair in enumerate(zip(old_leaves, new_leaves, strict=True))]
+    else:
+        return []
+    return [row for row in found if isinstance(row[1], torch.Tensor) and isinstance(row[2], torch.Tensor)]
+
+
+def _broadcasts(shape: torch.Size, expected: tuple[int, ...]) -> bool:
+    if len(shape) > len(expected):
+        return False
+    return all(size in (1, wanted) for size, wanted in zip(shape[::-1], expected[::-1], strict=False))
+
+
+def without_handles(data: Any) -> Any:
+    """The data without the stamps that a sample among it had."""
+    if is_tensor_collection(data) and not is_tensorclass(data):
+        if GENERATION_KEY in data:
+            return data.exclude(GENERATION_KEY)
+    elif isinstance(data, list):
+        return [without_handles(item) for item in data]
+    return data
+
+
+def last_of_each(rows: torch.Tensor, num_rows: int) -> slice | torch.Tensor | None:
+    """Which records to write so that each row is written once, by its last record; ``None`` for all of them.
+
+    Torch does not say which of several writes to one row stays.
+    """
+    step = rows.diff()
+    if bool(((step == 1) | (step == 1 - num_rows)).all()):  # round robin: rows repeat once the ring is full
+        return slice(-num_rows, None) if rows.numel() > num_rows else None
+    return keep_last(rows)
+
+
+def select(data: Any, keep: slice | torch.Tensor) -> Any:
+    """Some of the records."""
+    if isinstance(data, list):
+        return data[keep] if isinstance(keep, slice) else [data[position] for position in keep.tolist()]
+    if is_tensor_collection(data) or isinstance(data, torch.Tensor):
+        return data[keep]
+    return tree_map(lambda leaf: leaf[keep], data)
