@@ -97,7 +97,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             cells = handles.cells
             if len(storage) < storage.generations.numel():
                 live &= cells < len(storage)
-            if not bool(live.all()):
+            if not (live.numpy() if live.is_cpu else live).all():
                 cells = cells[live]
                 values = values[live.to(values.device)] if values.ndim else values
             store = sampler.update_priority if has_own_update(sampler) else partial(store_priorities, sampler)

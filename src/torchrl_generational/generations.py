@@ -297,6 +297,9 @@ class SlotGenerations:
         Returns:
             bool tensor of that shape: the stamp is one that a record can have, and it is the row's stamp now.
         """
+        if self._array is not None:
+            stamps = generation.numpy()
+            return torch.from_numpy((self._array[rows.numpy()] == stamps) & (stamps >= 0))
         return (self._values.index_select(0, rows) == generation).logical_and_(generation >= 0)
 
     def origin(self) -> dict[str, int]:

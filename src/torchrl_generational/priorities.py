@@ -40,7 +40,11 @@ def as_priority(
         raise TypeError(f"{name} must hold real numbers, got a tensor of {priority.dtype}.")
     values: torch.Tensor = priority.detach().to(device=device, dtype=dtype)
     if values.numel():
-        low, high = (float(bound) for bound in values.aminmax())
+        if values.is_cpu:
+            array = values.numpy()
+            low, high = float(array.min()), float(array.max())
+        else:
+            low, high = (float(bound) for bound in values.aminmax())
         # NaN fails both comparisons
         if not (low >= 0 and high < math.inf):
             _refuse_value(values, priority, name)
@@ -76,7 +80,7 @@ def match_shape(priority: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     if priority.ndim == 0:
         return priority
     if given == shape:
-        return priority.reshape(-1)
+        return priority if priority.ndim == 1 else priority.reshape(-1)
     if given == (*shape, 1):
         return priority.reshape(-1)
     if tuple(shape[: len(given)]) == tuple(given):

@@ -44,7 +44,7 @@ def write_leaves(sampler: Any, cells: torch.Tensor, leaf: torch.Tensor) -> None:
         sampler._min_tree[cells] = leaf.masked_fill(leaf == 0, torch.finfo(leaf.dtype).max)
         return
     # NumPy views take half the time of tensors here, but the trees read them as if they were contiguous.
-    index, values = cells.contiguous().numpy(), leaf.contiguous().numpy()
+    index, values = np.ascontiguousarray(cells.numpy()), np.asarray(leaf.numpy(), order="C")
     least = values if values.all() else np.where(values == 0, np.finfo(values.dtype).max, values)
     # its own dtype: the trees convert more slowly
     sampler._sum_tree[index] = values.astype(np.float64, copy=False) if values.ndim else float(values)
