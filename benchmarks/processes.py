@@ -96,11 +96,9 @@ class TensorDictContender(Contender):
         return transitions(size)
 
     def fill(self) -> None:
-        """Fills the ring; spawned processes get the storage's memory, forked ones only what is shared before."""
+        """Fills the ring."""
         for size in fill_sizes(self.setup.capacity):
             self.rb.extend(self.records(size))
-        if self.setup.start_method == "fork":
-            self.rb.storage._storage.share_memory_()
 
     def prepare_writes(self) -> None:
         """Makes the batches of a writer."""
@@ -137,12 +135,6 @@ class Ours(TensorDictContender):
         """A batch with first priorities."""
         return super().records(size).set("td_error", torch.rand(size))
 
-    def fill(self) -> None:
-        """Fills the ring; the stamps are shared like the records."""
-        super().fill()
-        if self.setup.start_method == "fork":
-            self.rb.storage.slot_generations.values.share_memory_()
-
     def learn(self) -> torch.Tensor | None:
         """Updates what is still there."""
         mask: torch.Tensor = self.rb.update_tensordict_priority_if_present(self.sampled()).updated_mask
@@ -168,6 +160,8 @@ class TorchRL(TensorDictContender):
     def fill(self) -> None:
         """Fills the ring; the first sample gives all records their default priority."""
         super().fill()
+        if self.setup.start_method == "fork":
+            self.rb.storage._storage.share_memory_()  # spawned processes get it anyway
         self.rb.sample()
         self.rb.update_priority(torch.arange(self.setup.capacity), torch.rand(self.setup.capacity))
 

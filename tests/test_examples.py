@@ -52,6 +52,24 @@ def test_the_delayed_learner_trains_counts_and_plots(tmp_path):
     assert conditional == 0
 
 
+def test_ape_x_learns_from_processes_that_write_first_priorities(tmp_path):
+    run = run_in(tmp_path, ROOT / "examples" / "ape_x.py", "--duration", "3", "--warmup", "300", "--no-progress")
+    assert run.returncode == 0, run.stderr
+    counts = dict(re.findall(r"^ *([a-z ,]+?)  +([\d,]+)$", run.stdout, re.MULTILINE))
+    for name in ("transitions written", "rows sampled", "rows returned"):
+        assert int(counts[name].replace(",", "")) > 0, run.stdout
+    assert run.stdout.count("episodes") == 2
+
+
+def test_the_benchmark_of_processes_measures_writers_beside_a_learner(tmp_path):
+    script = ROOT / "benchmarks" / "processes.py"
+    settings = ("--seconds", "0.5", "--writers", "1", "--capacity", "2000", "--start-method", "fork")
+    run = run_in(tmp_path, script, *settings)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for contender in ("ours", "TorchRL"):
+        assert re.search(rf"1 +{contender} +[1-9][\d,]* +[\d.]+ +[1-9][\d,]*", run.stdout), run.stdout
+
+
 def test_a_storage_of_one_s_own_passes_the_race_suite(tmp_path):
     suite = ROOT / "examples" / "test_half_storage.py"
     run = run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", suite)
