@@ -15,7 +15,7 @@ import torch
 from children import child_says, forked
 from support import TIMEOUT, plain_prioritized, prioritized, records
 from tensordict import NonTensorData, TensorDict
-from torchrl.data.replay_buffers import RandomSampler
+from torchrl.data.replay_buffers import RandomSampler, SliceSampler
 
 import torchrl_generational as g
 
@@ -353,7 +353,7 @@ def test_what_processes_cannot_share_is_refused_at_construction():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (torch.arange(4), "must be of tensordicts, got Tensor"),
+        (torch.arange(4), "must be tensordicts, got Tensor"),
         (TensorDict({"name": NonTensorData("n", batch_size=[4])}, [4]), "entries that are no tensors"),
     ],
     ids=["a tensor", "an object"],
@@ -499,3 +499,72 @@ def test_a_first_write_that_was_begun_and_never_ended_is_made_again():
             assert child.exit_code() == 9
     in_a_child(lambda: rb.extend(records(3)))
     assert rb[:]["x"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "object"])
+@pytest.mark.parametrize("road", ["state dict", "files"])
+def test_a_checkpoint_whose_records_others_could_not_join_is_refused(road, kind, tmp_path):
+    records_of = {
+        "tensor": torch.arange(8.0),
+        "object": TensorDict({"x": torch.arange(8), "name": NonTensorData("n", batch_size=[8])}, [8]),
+    }
+    source = g.GenerationalReplayBuffer(storage=g.GenerationalLazyTensorStorage(8), batch_size=2)
+    source.extend(records_of[kind])
+    rb = g.GenerationalReplayBuffer(storage=g.GenerationalLazyTensorStorage(8), batch_size=2, shared=True)
+    source.dumps(tmp_path / "saved")
+    with pytest.raises(TypeError, match="must be tensordicts|entries that are no tensors"):
+        rb.load_state_dict(source.state_dict()) if road == "state dict" else rb.loads(tmp_path / "saved")
+    assert (len(rb), rb.storage.initialized, rb.storage.generations.tolist()) == (0, False, [-1] * 8)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_writing_no_records_changes_nothing(sync):
+    rb = shared(8, sync=sync)
+    rb.extend(first_records(3))
+    newest = rb.storage._last_cursor_index
+    assert rb.extend(first_records(3)[:0]).tolist() == []
+    assert (len(rb), rb.write_count, rb.storage._last_cursor_index) == (8, 11, newest)
+
+
+def test_a_learner_that_saves_leaves_the_newest_record_of_the_workers(tmp_path):
+    rb = g.GenerationalTensorDictReplayBuffer(
+        storage=g.GenerationalLazyTensorStorage(20),
+        sampler=SliceSampler(slice_len=4, traj_key="trajectory"),
+        batch_size=40,
+        shared=True,
+    )
+    in_a_child(lambda: rb.extend(records(30, trajectory=torch.zeros(30, dtype=torch.int64))))
+    rb.dumps(tmp_path / "saved")
+    assert rb.storage._last_cursor_index == 9
+    assert all((rb.sample()["x"].reshape(10, 4).diff() == 1).all() for _ in range(20))
+
+
+def test_a_sampler_of_another_kind_does_not_come_into_a_shared_buffer():
+    rb = g.GenerationalTensorDictReplayBuffer(storage=g.GenerationalLazyTensorStorage(8), batch_size=4, shared=True)
+    with pytest.raises(RuntimeError, match="set_sampler does not reach the processes"):
+        rb.set_sampler(g.GenerationalPrioritizedSampler(8, 1.0, 1.0))
+    assert type(rb.sampler) is RandomSampler
+
+
+def test_a_worker_that_outlives_the_buffer_is_told_so():
+    rb = prioritized(8, shared=True)
+    for folder in rb.storage._directories:
+        os.rmdir(folder)
+    with pytest.raises(RuntimeError, match="the process that made this buffer has ended, or has let go of it"):
+        rb.extend(records(3))
+
+
+def test_starting_processes_again_and_again_takes_no_more_descriptors():
+    lock = shared(8, filled=False).storage.lock._processes
+
+    class Starting:
+        pass
+
+    def passed(times: int) -> list[int]:
+        process = Starting()
+        return [lock._another_descriptor(process) for _ in range(times)]
+
+    assert len(set(passed(2))) == 2
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    assert [passed(2) for _ in range(5)] == [passed(2)] * 5
+    assert (len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0) == before

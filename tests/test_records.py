@@ -151,6 +151,19 @@ def test_a_sample_is_the_same_on_both_roads(monkeypatch):
     assert described(short) == described(sample(False))
 
 
+def test_a_class_in_front_of_the_mixin_is_asked_for_its_samples():
+    class Front(g.GenerationalTensorDictPrioritizedReplayBuffer):
+        def _sample(self, batch_size):
+            data, info = super()._sample(batch_size)
+            return data.lock_(), info | {"number": 1.0}
+
+    rb = Front(alpha=0.7, beta=0.5, storage=g.GenerationalLazyTensorStorage(8), batch_size=4)
+    rb.extend(records(8))
+    sample = rb.sample()
+    assert sample.is_locked
+    assert torch.equal(sample["number"], torch.ones(4))
+
+
 def test_an_index_outside_is_refused_as_with_torchrl():
     for rb in pair("memory"):
         rb.extend(records(5))

@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.utils import pin_memory_output
 
 from torchrl_generational.carrier import follow
@@ -28,7 +28,7 @@ from torchrl_generational.leaves import forget
 from torchrl_generational.parts import BufferParts
 from torchrl_generational.processes import SharedByProcesses
 from torchrl_generational.sharing import SharableStorage
-from torchrl_generational.whole import rows_are_independent, whole_records
+from torchrl_generational.whole import rows_drawn_together, whole_records
 
 __all__ = ["GenerationalReplayBufferMixin"]
 
@@ -127,8 +127,9 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
             sampler = self._drawing_sampler()
             self._catch_up()
             if storage.slot_generations.interrupted:
-                alone = rows_are_independent(sampler, self._sample_unit)
-                index, info = whole_records(lambda: self._draw(sampler, batch_size), rows_alone=alone)
+                unit = rows_drawn_together(sampler, self._sample_unit, batch_size)
+                once = isinstance(sampler, SamplerWithoutReplacement)
+                index, info = whole_records(lambda: self._draw(sampler, batch_size), unit=unit, once=once)
                 info["index"] = index
             else:
                 index, info = self._draw(sampler, batch_size)

@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 
 from torchrl_generational.generations import NEVER_WRITTEN
+from torchrl_generational.processes import keeps_priorities
 from torchrl_generational.protocols import SupportsGenerations, generations_on
 from torchrl_generational.samplers import GenerationalPrioritizedSampler, check_capacity
 from torchrl_generational.storages import GenerationalLazyTensorStorage
@@ -223,11 +224,14 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
 
         Raises:
             ValueError: if it has priorities and is smaller than the storage.
-            RuntimeError: in another process than the one that made a shared buffer.
+            RuntimeError: in another process than the one that made a shared buffer, or where processes share it and
+                one sampler draws by priority and the other does not.
         """
         self._ready()
         with self._exclusive():
             self._refuse_elsewhere()
+            if keeps_priorities(sampler) != keeps_priorities(self._sampler):
+                self._refuse_exchange("set_sampler")  # workers leave first priorities only where they are wanted
             self._check_parts(self._storage, sampler, self._writer)
             previous, consumed = self._sampler, self._consume_after_n_samples
             self._catch_up()

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 import weakref
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -23,6 +24,8 @@ __all__ = ["KernelLock", "SemaphoreLock", "make_process_lock", "renew_in_forked_
 
 _POLLING = 0.0003  # seconds for which a process asks again before it queues
 _PAUSE = 0.0005  # seconds between two tries where the kernel refuses to queue
+
+_let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 #: What has to forget, in a forked child, the threads that hold it in the parent; and the name of the method for it.
 _RENEWED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -103,6 +106,9 @@ class KernelLock(_ProcessLock):
     def __init__(self, file: int | None = None) -> None:
         super().__init__()
         self._file = _anonymous_file() if file is None else file
+        self._descriptors: list[int] = []  # others of the same file, for processes being started
+        self._passed = 0  # how many of them the process being started has, less one
+        self._starting: Any = None  # that process
         weakref.finalize(self, os.close, self._file)
         _LOCKS[_identity(self._file)] = self
 
@@ -115,7 +121,7 @@ class KernelLock(_ProcessLock):
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
-                os.sched_yield()
+                _let_others_run()
             else:
                 return
         while True:
@@ -136,9 +142,20 @@ class KernelLock(_ProcessLock):
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is None:
             raise RuntimeError("A KernelLock can only be passed to a process that is being started.")
-        file = os.dup(self._file)  # one descriptor cannot be passed twice
-        weakref.finalize(self, os.close, file)
-        return _rebuild, (DupFd(file),)
+        return _rebuild, (DupFd(self._another_descriptor(get_spawning_popen())),)
+
+    def _another_descriptor(self, starting: Any) -> int:
+        """A descriptor that has not been passed to the process being started yet: none can be passed twice.
+
+        They stay open as long as the lock, since closing one would drop it, and are passed again to later processes.
+        """
+        last = self._starting() if self._starting is not None else None
+        self._passed = self._passed + 1 if last is starting else 0
+        self._starting = weakref.ref(starting)
+        if self._passed == len(self._descriptors):
+            self._descriptors.append(os.dup(self._file))
+            weakref.finalize(self, os.close, self._descriptors[-1])
+        return self._descriptors[self._passed]
 
 
 #: The locks of this process by their file: closing any descriptor of a file drops the lock that the process has on it.

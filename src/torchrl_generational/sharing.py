@@ -66,6 +66,18 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
                 if not isinstance(held, SharedCounter):
                     setattr(self, name, SharedCounter(unset if held is None else held.value))
 
+    # TorchRL keeps the cursor of the last write in one process, and the row of the newest record for all.
+    @property
+    def _last_cursor(self) -> Any:
+        if self._compilable:
+            return self.__dict__.get("_last_cursor")
+        row = self._last_cursor_index
+        return None if row is None else torch.tensor([row])
+
+    @_last_cursor.setter
+    def _last_cursor(self, cursor: Any) -> None:
+        self.__dict__["_last_cursor"] = cursor
+
     # ---------------------------------------------------------------- sharing
 
     def share(self) -> None:
@@ -103,6 +115,17 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
         elif not hasattr(self, "shared_init"):
             raise ValueError(f"{name} cannot be shared before it is initialized. Write one record first.")
 
+    def check_first_records(self, records: Any, objects: bool = False) -> None:
+        """Refuses first records that other processes could not join."""
+        name = type(self).__name__
+        if not isinstance(records, TensorDictBase | dict):
+            raise TypeError(
+                f"The first records of a {name} that processes share must be tensordicts, got "
+                f"{type(records).__name__}. Write or load them before sharing it."
+            )
+        if objects:
+            raise TypeError(f"A {name} that processes share cannot take records with entries that are no tensors.")
+
     def _share_records(self) -> None:
         for leaf in _tensors(self._storage):
             if not isinstance(leaf, MemoryMappedTensor):
@@ -111,15 +134,21 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
     @contextlib.contextmanager
     def _loading_in_place(self) -> Iterator[None]:
         """Puts records that are loaded meanwhile where the other processes have theirs. Lock held."""
-        shared = self.lock.is_shared
-        before = copy(self._storage) if shared and self.initialized else None
-        yield
-        if not shared or not self.initialized:
+        if not self.lock.is_shared:
+            yield
             return
-        if before is None:
+        before = copy(self._storage) if self.initialized else None
+        written = self._generations.values >= 0
+        self._generations.mark(written)  # until all records are there
+        yield
+        if before is None and self.initialized:
             self._choose_directory(self._storage[0])
             self._publish(self._storage.memmap(self._init_directory, copy_existing=True))
-            return
+        elif before is not None:
+            self._put_in_place(before)
+        self._generations.complete(written)
+
+    def _put_in_place(self, before: Any) -> None:
         for old, new in zip(_tensors(before), _tensors(self._storage), strict=True):
             if old is not new:
                 old.copy_(new)
@@ -160,21 +189,22 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
         """Memory, if there is room for the records, else the disk."""
         *memory, chosen = self._directories
         size = sum(leaf.numel() * leaf.element_size() for leaf in _tensors(data)) * self.max_size
-        for directory in memory:
+        for directory in filter(os.path.isdir, memory):
             room = os.statvfs(directory)
             if size < room.f_bavail * room.f_frsize:
                 chosen = directory
+        if memory and not os.path.isdir(chosen):
+            raise RuntimeError(
+                f"The folder {chosen} for the records is gone: the process that made this buffer has ended, or has "
+                "let go of it before the first write."
+            )
         self.scratch_dir = self._init_directory = chosen
 
     def _init(self, data: Any) -> None:
         if not self.shared_init:
             super()._init(data)
             return
-        if not isinstance(data, TensorDictBase):
-            raise TypeError(
-                f"The first write to a {type(self).__name__} that processes share must be of tensordicts, got "
-                f"{type(data).__name__}. Write one record before sharing it."
-            )
+        self.check_first_records(data)
         _refuse_objects(data, type(self).__name__)
         with self.lock:
             if not self.join():

@@ -132,6 +132,8 @@ class GenerationalStorageMixin(SharableStorage):
             return
         num_rows = self._rows_for(cursor, data)
         rows = rows_written(cursor, num_rows)
+        if rows.stop <= rows.start if type(rows) is slice else type(rows) is torch.Tensor and not rows.numel():
+            return  # no record; TorchRL forgets which one is the newest then
         known = self.initialized or self.join()
         written: Any = rows  # each row once
         if isinstance(rows, torch.Tensor) and isinstance(cursor, torch.Tensor) and cursor.shape == rows.shape:

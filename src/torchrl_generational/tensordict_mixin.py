@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
+from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Compose
@@ -72,7 +73,9 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             and self._sample_dependency is None
             and not self._service_shutdown
             and not self._pin_memory
-            and not self._collates_itself
+            and self._collate_fn is _collate_id
+            and type(self)._sample is GenerationalReplayBufferMixin._sample
+            and type(self)._finish_sample is GenerationalReplayBufferMixin._finish_sample
             and self._sample_unit is None
             and type(self._transform) is Compose
             and not len(self._transform)
@@ -229,7 +232,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
     def _leave_first_priority(self, index: Any, priority: Any, records: int) -> None:
         """Leaves the first priorities of records just written where the learner finds them. Lock held."""
         log = self._storage.slot_generations.log
-        if priority is None or log is None or self._storage.ndim > 1:
+        if priority is None or log is None or self._storage.ndim > 1 or not records:
             return
         first = self._per_record(torch.as_tensor(priority).detach().double().cpu(), records)
         rows = torch.as_tensor(index).reshape(-1).cpu()

@@ -10,20 +10,21 @@ from torchrl.data.replay_buffers.samplers import SliceSampler
 
 from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
 
-__all__ = ["rows_are_independent", "whole_records"]
+__all__ = ["rows_drawn_together", "whole_records"]
 
 _ATTEMPTS = 1000
 
 _Drawn = tuple[Any, dict[str, Any]]
 
 
-def whole_records(draw: Callable[[], _Drawn], *, rows_alone: bool) -> _Drawn:
+def whole_records(draw: Callable[[], _Drawn], *, unit: int | None, once: bool) -> _Drawn:
     """Draws until no slot is among the batch that holds no record because its last write did not end.
 
     Args:
         draw: draws an index and its info, with the generations in it; the storage's lock is held.
-        rows_alone: whether rows are drawn independently of each other, so that single ones can be replaced. Otherwise
-            (slices, windows) the whole batch is drawn again.
+        unit: how many rows are drawn together and can be replaced together: 1, or the length of slices. ``None`` where
+            the whole batch has to be drawn again.
+        once: whether each record is drawn once in an epoch. Then the batch goes without such rows.
 
     Raises:
         RuntimeError: if that does not happen in 1000 draws.
@@ -33,13 +34,17 @@ def whole_records(draw: Callable[[], _Drawn], *, rows_alone: bool) -> _Drawn:
     for _ in range(_ATTEMPTS):
         if not bool(torn.any()):
             return index, info
+        if once and not bool(torn.all()):
+            rows = (~torn).nonzero()[:, 0]
+            return _kept(index, rows), {key: _kept(value, rows) for key, value in info.items()}
         fresh_index, fresh_info = draw()
-        if not rows_alone or torn.ndim != 1 or torn.shape != _torn(fresh_info).shape:
-            index, info, torn = fresh_index, fresh_info, _torn(fresh_info)
+        fresh_torn = _torn(fresh_info)
+        if once or unit is None or torn.ndim != 1 or torn.shape != fresh_torn.shape or len(torn) % unit:
+            index, info, torn = fresh_index, fresh_info, fresh_torn
             continue
-        good = (~_torn(fresh_info)).nonzero()[:, 0]
-        places = torn.nonzero()[: good.numel(), 0]
-        good = good[: places.numel()]
+        good = (~fresh_torn.reshape(-1, unit).any(1)).nonzero()[:, 0]
+        places = torn.reshape(-1, unit).any(1).nonzero()[: good.numel(), 0]
+        places, good = (_rows_of(units, unit) for units in (places, good[: places.numel()]))
         index = _replaced(index, fresh_index, places, good)
         info = {key: _replaced(value, fresh_info[key], places, good) for key, value in info.items()}
         torn = _torn(info)
@@ -49,9 +54,26 @@ def whole_records(draw: Callable[[], _Drawn], *, rows_alone: bool) -> _Drawn:
     )
 
 
-def rows_are_independent(sampler: Any, sample_unit: Any) -> bool:
-    """Whether single rows of a batch can be replaced by others."""
-    return sample_unit is None and not isinstance(sampler, SliceSampler)
+def rows_drawn_together(sampler: Any, sample_unit: Any, batch_size: int) -> int | None:
+    """How many rows of a batch belong together; ``None`` if that is not known."""
+    if sample_unit is not None:
+        return None
+    if not isinstance(sampler, SliceSampler):
+        return 1
+    if not sampler.strict_length:
+        return None
+    length: int = sampler.slice_len or batch_size // sampler.num_slices
+    return length
+
+
+def _rows_of(units: torch.Tensor, unit: int) -> torch.Tensor:
+    return (units[:, None] * unit + torch.arange(unit, device=units.device)).reshape(-1)
+
+
+def _kept(value: Any, rows: torch.Tensor) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_kept(part, rows) for part in value)
+    return value.index_select(0, rows) if isinstance(value, torch.Tensor) and value.ndim else value
 
 
 def _torn(info: dict[str, Any]) -> torch.Tensor:
