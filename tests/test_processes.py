@@ -15,6 +15,7 @@ import torch
 from children import child_says, forked
 from support import TIMEOUT, plain_prioritized, prioritized, records
 from tensordict import NonTensorData, TensorDict
+from torchrl.data import TensorStorage
 from torchrl.data.replay_buffers import RandomSampler, SliceSampler
 
 import torchrl_generational as g
@@ -414,6 +415,46 @@ def test_what_the_learner_restores_the_others_have(storage, filled, road, tmp_pa
         assert child.exit_code() == 0
     assert rb[:]["x"].tolist() == [100, 101, 2, 3, 4, 5, 6, 7]
     assert known(rb) == [3, 3, 1, 1, 1, 1, 1, 1]
+
+
+def test_records_that_a_loading_puts_elsewhere_come_to_where_the_others_have_theirs(monkeypatch):
+    """TorchRL loads in place; a checkpointer need not."""
+    source, rb = shared(8), shared(8)
+    source.extend(records(8, 50, td_error=torch.ones(8)))
+    where = rb.storage._storage["x"].data_ptr()
+
+    def elsewhere(self, state_dict) -> None:
+        self._storage = TensorDict({"x": state_dict["_storage"]["x"].clone(), **self._storage.exclude("x")}, [8])
+
+    monkeypatch.setattr(TensorStorage, "load_state_dict", elsewhere)
+    with rb.storage.lock:
+        rb.storage.load_state_dict(source.storage.state_dict())
+    assert rb.storage._storage["x"].data_ptr() == where
+    in_a_child(lambda: _is_there(rb))
+
+
+def _is_there(rb) -> None:
+    assert rb[:]["x"].tolist() == list(range(50, 58))
+
+
+def test_a_catching_up_that_is_interrupted_is_done_again():
+    class Interrupted(g.GenerationalPrioritizedSampler):
+        interrupts = 0
+
+        def mark_update(self, index, *, storage=None):
+            if self.interrupts:
+                self.interrupts -= 1
+                raise KeyboardInterrupt
+            super().mark_update(index, storage=storage)
+
+    rb = g.GenerationalTensorDictReplayBuffer(
+        storage=g.GenerationalLazyTensorStorage(8), sampler=Interrupted(8, 1.0, 1.0), batch_size=4, shared=True
+    )
+    in_a_child(lambda: rb.extend(records(4)))
+    rb.sampler.interrupts = 1
+    with pytest.raises(KeyboardInterrupt):
+        rb.sample()
+    assert known(rb) == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
 def test_a_checkpoint_has_what_workers_wrote_with_their_priorities(tmp_path):
