@@ -280,6 +280,11 @@ def as_rows(written: int | slice | torch.Tensor, num_rows: int) -> torch.Tensor:
     return torch.arange(start, max(start, stop), step)
 
 
+def as_count(written: slice | torch.Tensor, num_rows: int) -> int:
+    """How many rows :func:`rows_written` named."""
+    return written.numel() if isinstance(written, torch.Tensor) else len(range(num_rows)[written])
+
+
 def leading_shape(data: Any) -> tuple[int, ...]:
     """Shape of ``data``, or of the first leaf of a pytree; ``()`` where there is none."""
     for leaf in [data] if hasattr(data, "shape") else tree_leaves(data):

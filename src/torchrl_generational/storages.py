@@ -24,7 +24,7 @@ from torchrl.data.replay_buffers.storages import (
 from torchrl_generational import records
 from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.incoming import last_of_each, names_rows, refuse_misfits, select, without_handles
-from torchrl_generational.indexing import as_rows, bounds_of, rows_written
+from torchrl_generational.indexing import as_count, as_rows, bounds_of, rows_written
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import from_plain, objects_in, to_plain, unshared
 from torchrl_generational.sharing import SharableStorage
@@ -132,7 +132,7 @@ class GenerationalStorageMixin(SharableStorage):
             return
         num_rows = self._rows_for(cursor, data)
         rows = rows_written(cursor, num_rows)
-        if rows.stop <= rows.start if type(rows) is slice else type(rows) is torch.Tensor and not rows.numel():
+        if isinstance(rows, slice | torch.Tensor) and not as_count(rows, num_rows):
             return  # no record; TorchRL forgets which one is the newest then
         known = self.initialized or self.join()
         written: Any = rows  # each row once
