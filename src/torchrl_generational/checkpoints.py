@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.checkpointers import H5StorageCheckpointer
 
 from torchrl_generational import manifest
-from torchrl_generational.plain import from_plain, objects_in, to_plain, unshared
+from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.trees import TreeState
 
@@ -65,7 +65,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 self._refuse_restore()
                 storage = state_dict["_storage"]
                 if self._storage.lock.is_shared and storage["initialized"]:
-                    self._storage.check_first_records(storage["_storage"], bool(storage.get("_generational_objects")))
+                    self._storage.check_first_records(storage["_storage"], bool(storage.get(RECORD_OBJECTS)))
                 self._check_records(_leaves(storage["_storage"]), storage["_len"])
                 self._check_stamps(state_dict["_writer"].get("_generation"))
                 if isinstance(self._sampler, GenerationalPrioritizedSampler):
@@ -168,13 +168,13 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 return
             raise FileNotFoundError(f"{folder.parent} is not a complete checkpoint: storage_metadata.json is missing.")
         metadata = json.loads((folder / "storage_metadata.json").read_text())
+        tensordicts = not metadata["is_pytree"] and (folder / "meta.json").exists()
+        records = TensorDict.load_memmap(folder) if tensordicts else None
         if self._storage.lock.is_shared and metadata["len"]:
-            tensordicts = not metadata["is_pytree"] and (folder / "meta.json").exists()
-            records = TensorDict.load_memmap(folder) if tensordicts else None
             self._storage.check_first_records(records, records is not None and any(objects_in(records)))
         compressed = bool(getattr(self._storage.checkpointer, "_load_hooks", None))
-        if not metadata["is_pytree"] and not compressed and (folder / "meta.json").exists():
-            self._check_records(_leaves(TensorDict.load_memmap(folder)), metadata["len"])
+        if records is not None and not compressed:
+            self._check_records(_leaves(records), metadata["len"])
 
     def _check_records(self, saved: dict[str, torch.Tensor], length: int) -> None:
         storage = self._storage

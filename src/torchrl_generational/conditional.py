@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +10,9 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.indexing import as_int64, normalise_handles
-from torchrl_generational.leaves import store_priorities
 from torchrl_generational.priorities import match_shape
 from torchrl_generational.result import UpdateResult
-from torchrl_generational.samplers import checked_priority, has_own_update
+from torchrl_generational.samplers import checked_priority, store_checked
 
 __all__ = ["ConditionalUpdates"]
 
@@ -100,8 +98,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             if not (live.numpy() if live.is_cpu else live).all():
                 cells = cells[live]
                 values = values[live.to(values.device)] if values.ndim else values
-            store = sampler.update_priority if has_own_update(sampler) else partial(store_priorities, sampler)
-            store(cells.to(sampler.device), values)
+            store_checked(sampler, cells, values)
             result = UpdateResult(live.reshape(handles.shape))
             self._count(result)
         return result

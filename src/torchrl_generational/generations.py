@@ -64,6 +64,13 @@ class SlotGenerations:
         tensor([ 1,  0, -1, -1])
         >>> generations.live(torch.tensor([0, 0, 2]), torch.tensor([1, 0, -1]))
         tensor([ True, False, False])
+        >>> generations.abandon(1)  # a write to row 1 did not end: it holds no record
+        >>> generations.values
+        tensor([ 1, -2, -1, -1])
+        >>> generations.begin(1)  # the next one
+        >>> generations.complete(1)
+        >>> generations.values
+        tensor([ 1,  1, -1, -1])
     """
 
     __slots__ = ("_array", "_interrupted", "_loaded", "_shared", "_state", "_values", "lineage", "log")
@@ -176,7 +183,7 @@ class SlotGenerations:
         stamps = self._array[:-1]
         last = stamps[places]
         if log.interrupted:
-            last = np.where(last < NEVER_WRITTEN, -2 - last, last)
+            last = np.where(last < NEVER_WRITTEN, _flipped(last), last)
         log.begin()
         stamps[places] = (-2 - count) - np.maximum(last, self._array[-1] - 1)
         log.forget(rows)  # those of records that are there must outlive a process that is killed before
@@ -189,7 +196,7 @@ class SlotGenerations:
             self.log.begin()
             stamps = self._array[:-1]
             now = stamps[places]
-            stamps[places] = np.where(now < NEVER_WRITTEN, now, -2 - now)
+            stamps[places] = np.where(now < NEVER_WRITTEN, now, _flipped(now))
 
     def complete(self, rows: int | slice | torch.Tensor) -> None:
         """The data of ``rows`` has changed: they hold their new records. O(rows)."""
@@ -197,7 +204,7 @@ class SlotGenerations:
             places, _ = self._places(rows)
             stamps = self._array[:-1]
             now = stamps[places]
-            stamps[places] = np.where(now < NEVER_WRITTEN, -2 - now, now)
+            stamps[places] = np.where(now < NEVER_WRITTEN, _flipped(now), now)
             self.log.complete()
 
     def _places(self, rows: int | slice | torch.Tensor) -> tuple[Any, Any]:
@@ -389,6 +396,6 @@ class SlotGenerations:
             self.begin_incarnation()
 
 
-def _flipped(stamps: torch.Tensor) -> torch.Tensor:
-    """Stamps as marked while their slots are being written; and back."""
+def _flipped(stamps: Any) -> Any:
+    """Stamps, as a tensor or an array, as marked while their slots are being written; and back."""
     return -2 - stamps

@@ -11,9 +11,9 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl_generational.changes import BLOCK
 from torchrl_generational.generations import NEVER_WRITTEN, SlotGenerations
 from torchrl_generational.indexing import cells_in
-from torchrl_generational.leaves import forget, store_priorities
+from torchrl_generational.leaves import forget
 from torchrl_generational.priorities import just_within
-from torchrl_generational.samplers import has_own_update, most_priority
+from torchrl_generational.samplers import most_priority, store_checked
 from torchrl_generational.trees import tree_dtype
 
 __all__ = ["Follower"]
@@ -76,7 +76,7 @@ class Follower:
                 if sampler._max_priority[0] is None or sampler._max_priority_within_buffer:
                     # as where the learner writes itself: a record is born with the default, which enters the maximum
                     sampler.mark_update(torch.from_numpy(rows[known]), storage=storage)
-                _update(sampler, torch.from_numpy(rows[known]), _fitting(sampler, given[known]))
+                store_checked(sampler, torch.from_numpy(rows[known]), _fitting(sampler, given[known]))
                 rows = rows[~known]
         if len(rows):
             sampler.mark_update(cells_in(torch.from_numpy(rows), space), storage=storage)
@@ -98,10 +98,3 @@ def _fitting(sampler: PrioritizedSampler, given: np.ndarray[Any, np.dtype[np.flo
     most = most_priority(sampler)
     priority = torch.from_numpy(given).to(dtype)
     return priority if float(given.max()) < most else priority.clamp_max(just_within(most, dtype))
-
-
-def _update(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
-    if has_own_update(sampler):
-        sampler.update_priority(cells, priority)
-    else:
-        store_priorities(sampler, cells.to(sampler.device), priority.to(sampler.device))

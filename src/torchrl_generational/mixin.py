@@ -130,7 +130,6 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
                 unit = rows_drawn_together(sampler, self._sample_unit, batch_size)
                 once = isinstance(sampler, SamplerWithoutReplacement)
                 index, info = whole_records(lambda: self._draw(sampler, batch_size), unit=unit, once=once)
-                info["index"] = index
             else:
                 index, info = self._draw(sampler, batch_size)
             data = storage.get(_on_device_of(index, storage))

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection, is_tensorclass
 
-__all__ = ["from_plain", "objects_in", "to_plain", "unshared"]
+__all__ = ["RECORD_OBJECTS", "from_plain", "objects_in", "to_plain", "unshared"]
+
+#: Key in the state of a storage: its entries that are no tensors.
+RECORD_OBJECTS = "_generational_objects"
 
 _ENTRIES, _OBJECTS, _OBJECT = "__tensordict__", "__objects__", "__object__"
 

@@ -113,7 +113,7 @@ class KernelLock(_ProcessLock):
         _LOCKS[_identity(self._file)] = self
 
     def _take(self) -> None:
-        # Being woken takes as long as many a section: a process that polls for a while first is a fifth faster.
+        # Being woken takes as long as many a section, so a process polls for a while first.
         end = time.perf_counter() + _POLLING
         while time.perf_counter() < end:
             try:

@@ -36,11 +36,6 @@ class AbsentSampler(Sampler):  # type: ignore[misc]  # TorchRL is untyped
         self.dtype = tree_dtype(sampler)
         self.reduction: str = sampler.reduction
         self.device = torch.device("cpu")
-        self._empty()
-
-    def sample(self, storage: Any, batch_size: int) -> Any:
-        """Refused."""
-        raise RuntimeError(_ELSEWHERE)
 
     def _empty(self) -> None:
         """Nothing: the learner notices."""
@@ -48,7 +43,7 @@ class AbsentSampler(Sampler):  # type: ignore[misc]  # TorchRL is untyped
     def _refuse(self, *args: Any) -> Any:
         raise RuntimeError(_ELSEWHERE)
 
-    state_dict = load_state_dict = dumps = loads = _refuse
+    sample = state_dict = load_state_dict = dumps = loads = _refuse
 
 
 _ELSEWHERE = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torchrl_generational.priorities import as_priority, largest_priority
 from torchrl_generational.protocols import generations_on
 from torchrl_generational.trees import TreeState, double_sums, read_leaves, tree_dtype, write_leaves
 
-__all__ = ["GenerationalPrioritizedSampler", "check_capacity", "checked_priority", "has_own_update", "most_priority"]
+__all__ = ["GenerationalPrioritizedSampler", "check_capacity", "checked_priority", "most_priority", "store_checked"]
 
 
 def check_capacity(sampler: PrioritizedSampler, storage: Any) -> None:
@@ -63,10 +64,11 @@ def _as_exponent(name: str, value: Any) -> float:
     return number
 
 
-def has_own_update(sampler: PrioritizedSampler) -> bool:
-    """Whether a sampler does something of its own with priorities, so that it must be asked."""
+def store_checked(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
+    """Writes checked priorities to checked cells, by the sampler's own road if it has one. Lock held."""
     plain = (PrioritizedSampler.update_priority, GenerationalPrioritizedSampler.update_priority)
-    return type(sampler).update_priority not in plain
+    store = partial(store_priorities, sampler) if type(sampler).update_priority in plain else sampler.update_priority
+    store(cells.to(sampler.device), priority.to(sampler.device))
 
 
 class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc]  # TorchRL is untyped

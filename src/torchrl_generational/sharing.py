@@ -47,10 +47,9 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
     _storage: Any
     initialized: bool
     shared_init: bool
-    _published: SharedCounter | None = (
-        None  # which directory has them, from 1; 0 before the first write; guarded by lock
-    )
-    _begun: SharedCounter | None = None  # 1 since one began to make them
+    # Which directory has the files, from 1; 0 before the first write. Guarded by lock, as the next.
+    _published: SharedCounter | None = None
+    _begun: SharedCounter | None = None  # 1 since a first write began to make them
     _directories: list[str]  # where the files may lie, best first
     _maker: int  # the process that removes files when it ends
 
@@ -176,10 +175,9 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
     def _make_init_directory(self) -> None:
         super()._make_init_directory()
         self._published, self._begun = SharedCounter(0), SharedCounter(0)
-        if isinstance(self, LazyMemmapStorage):
-            self._directories = [self._init_directory]  # which it cleans up on its own
-            return
         self._directories = [self._init_directory]
+        if isinstance(self, LazyMemmapStorage):
+            return  # it says where its files lie, and cleans up on its own
         if os.access(_MEMORY, os.W_OK):
             self._directories.insert(0, tempfile.mkdtemp(prefix="torchrl_storage_init_", dir=_MEMORY))
         for directory in self._directories:

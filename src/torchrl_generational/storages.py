@@ -26,13 +26,12 @@ from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.incoming import last_of_each, names_rows, refuse_misfits, select, without_handles
 from torchrl_generational.indexing import as_count, as_rows, bounds_of, rows_written
 from torchrl_generational.locks import StorageLock
-from torchrl_generational.plain import from_plain, objects_in, to_plain, unshared
+from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
 from torchrl_generational.sharing import SharableStorage
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
 
 _METADATA = "storage_metadata.json"  # TorchRL's
-_OBJECTS = "_generational_objects"  # of a state dict: entries that are no tensors
 _NOTHING = "never_written"  # in it: saved before the first write
 
 
@@ -254,7 +253,7 @@ class GenerationalStorageMixin(SharableStorage):
         state: dict[str, Any] = super().state_dict()
         state["_storage"] = unshared(state["_storage"])
         if is_tensor_collection(self._storage):
-            state[_OBJECTS] = [[list(key), to_plain(entry)] for key, entry in objects_in(self._storage)]
+            state[RECORD_OBJECTS] = [[list(key), to_plain(entry)] for key, entry in objects_in(self._storage)]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -264,7 +263,7 @@ class GenerationalStorageMixin(SharableStorage):
         else:
             with self._loading_in_place():
                 super().load_state_dict(state_dict)
-        for key, entry in state_dict.get(_OBJECTS, ()):
+        for key, entry in state_dict.get(RECORD_OBJECTS, ()):
             with self._storage.unlock_():
                 self._storage.set(tuple(key), from_plain(entry))
         self._replaced()
