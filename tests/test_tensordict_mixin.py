@@ -138,7 +138,7 @@ def between_record_and_priority(rb, monkeypatch, act):
 
         return hook
 
-    for name in ("_set_index_in_td", "_extend"):  # stock passes the one, ours also the other
+    for name in ("_set_index_in_td", "_extend", "_add"):  # stock passes the first, ours the others
         monkeypatch.setattr(rb, name, hooked(getattr(rb, name)))
 
 
@@ -184,7 +184,7 @@ def test_no_update_comes_between_a_record_and_its_first_priority(kind, monkeypat
     rb.extend(records(3))
     rival = Rival(rb, actors, lambda: rb.update_priority(torch.tensor([3]), torch.tensor([0.5])))
     between_record_and_priority(rb, monkeypatch, rival.strike)
-    rb.add(records(1, 50)[0])
+    rb.add(records(1, 50, td_error=torch.tensor([7.0]))[0])
     rival.finish()
     assert (leaves(rb)[3].item() == 0.5) == (kind == "ours")
 

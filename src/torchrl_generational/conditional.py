@@ -9,10 +9,13 @@ import torch
 from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
+from torchrl_generational.arrays import index_array
 from torchrl_generational.indexing import as_int64, normalise_handles
+from torchrl_generational.leaves import store_arrays
 from torchrl_generational.priorities import match_shape
 from torchrl_generational.result import UpdateResult
-from torchrl_generational.samplers import checked_priority, store_checked
+from torchrl_generational.samplers import checked_array, checked_priority, store_checked, stores_arrays
+from torchrl_generational.storages import GenerationalStorageMixin
 
 __all__ = ["ConditionalUpdates"]
 
@@ -73,6 +76,9 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             ... )
             UpdateResult(num_updated=0, num_stale=4, num_rejected=0, shape=(4,))
         """
+        done = self._update_arrays(index, generation, priority)
+        if done is not None:
+            return done
         storage = self._written_storage("update_priority_if_present")
         sampler = self._priority_sampler("update_priority_if_present")
         device = storage.slot_generations.device
@@ -102,6 +108,52 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             result = UpdateResult(live.reshape(handles.shape))
             self._count(result)
         return result
+
+    def _update_arrays(self, index: Any, generation: Any, priority: Any) -> UpdateResult | None:
+        """The update where all three are what a training loop on the CPU has: tensors that need no conversion.
+
+        The same comparison and the same writes as on the general road, without its small tensors. ``None``, and
+        nothing has changed, where it does not apply or something is wrong.
+        """
+        if type(generation) is not torch.Tensor or generation.dtype is not torch.int64 or not self._initialized:
+            return None
+        with self._exclusive():
+            storage, sampler = self._storage, self._learners_sampler()
+            if (
+                not isinstance(storage, GenerationalStorageMixin)
+                or storage.ndim > 1
+                or not storage.initialized
+                or not isinstance(sampler, PrioritizedSampler)
+                or not stores_arrays(sampler)
+                or torch.compiler.is_compiling()
+            ):
+                return None
+            generations = storage.slot_generations
+            rows = index_array(index, generations.num_rows)
+            checked = None if rows is None else checked_array(sampler, priority)
+            if rows is None or checked is None or index.shape != generation.shape:
+                return None
+            live = generations.live_array(rows, generation)
+            values, highest = checked
+            if live is None or (values.shape != rows.shape and values.shape != (*rows.shape, 1)):
+                return None
+            if storage.lock.is_shared:
+                self._refuse_elsewhere()
+            self._catch_up()
+            length = len(storage)
+            if length < generations.num_rows:
+                live &= rows < length
+            updated = int(np.count_nonzero(live))
+            if rows.ndim != 1 or values.ndim != 1:
+                values, rows = values.reshape(rows.size), rows.reshape(rows.size)
+            if updated < rows.size:
+                chosen = live.reshape(rows.size)
+                rows, values = rows[chosen], values[chosen]
+            if updated:
+                store_arrays(sampler, rows, values, highest)
+            self._conditional_rows += live.size
+            self._conditional_updated = self._conditional_updated + updated
+            return UpdateResult(torch.from_numpy(live))
 
     def update_if_present(
         self,

@@ -11,6 +11,8 @@ from torchrl_generational.trees import tree_dtype
 
 __all__ = ["draw"]
 
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+
 
 def draw(sampler: Any, num_cells: int, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws cells below ``num_cells`` in proportion to their leaves, with replacement. O(batch log capacity).
@@ -38,21 +40,23 @@ def draw(sampler: Any, num_cells: int, batch_size: int) -> tuple[torch.Tensor, t
             f"Cannot sample by priority: those of all {num_cells} records are zero. Update one of them, or give the "
             "sampler eps > 0. If their last write did not end, write new ones over them."
         )
-    cells, leaf = _landing(sums, total, sampler._rng, batch_size)
-    missed = (leaf == 0) | (cells >= num_cells)
-    while missed.any():  # only where rounding carries a mass over the end of the sums
-        again = np.flatnonzero(missed)
-        cells[again], leaf[again] = _landing(sums, total, sampler._rng, len(again))
-        missed = (leaf == 0) | (cells >= num_cells)
+    cells = _landing(sums, total, sampler._rng, batch_size)
+    inside = not batch_size or int(cells.max()) < num_cells
+    leaf = sums[cells if inside else np.minimum(cells, num_cells - 1)]
+    while not inside or (batch_size and not leaf.min() > 0):
+        # only where rounding carries a mass over the end of the sums
+        again = np.flatnonzero((leaf == 0) | (cells >= num_cells))
+        cells[again] = _landing(sums, total, sampler._rng, len(again))
+        inside = int(cells.max()) < num_cells
+        leaf = sums[np.minimum(cells, num_cells - 1)]
     least = sampler._min_tree.query(0, num_cells)
-    weight = torch.from_numpy(leaf).to(tree_dtype(sampler))
-    return torch.from_numpy(cells), torch.pow(weight / least, -sampler._beta)
+    ratio = leaf.astype(_NUMPY[tree_dtype(sampler)], copy=False)
+    return torch.from_numpy(cells), torch.pow(torch.from_numpy(ratio / ratio.dtype.type(least)), -sampler._beta)
 
 
-def _landing(
-    sums: Any, total: float, generator: torch.Generator | None, count: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Where ``count`` masses fall, and the leaves there."""
-    uniform = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
-    cells = np.atleast_1d(sums.scan_lower_bound((1.0 - uniform) * total))
-    return cells, np.atleast_1d(sums[np.minimum(cells, sums.size - 1)])
+def _landing(sums: Any, total: float, generator: torch.Generator | None, count: int) -> np.ndarray[Any, Any]:
+    """Where ``count`` masses fall."""
+    mass = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
+    np.subtract(1.0, mass, out=mass)
+    mass *= total
+    return sums.scan_lower_bound(mass)

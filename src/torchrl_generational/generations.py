@@ -23,6 +23,7 @@ GENERATION_KEY = "index_generation"
 
 NEVER_WRITTEN = -1
 
+_Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 #: Bits of a stamp that count records; those above number the incarnation.
 COUNT_BITS = 32
@@ -158,14 +159,18 @@ class SlotGenerations:
         if self.log is not None:
             self.log.note(rows)
             self.log.forget(rows)
-        least = self._state[-1:] - 1
         if isinstance(rows, torch.Tensor):
+            least = self._state[-1:] - 1
             # the same value wherever a row is named more than once, so the order of these writes does not matter
             self._values[rows] = torch.maximum(self._counted(self._values.index_select(0, rows)), least)
             self._values.index_add_(0, rows, torch.ones_like(rows))
+        elif self._array is not None and not self.interrupted:
+            stamped = self._array[:-1][rows]
+            np.maximum(stamped, self._array[-1] - 1, out=stamped)
+            stamped += 1
         else:
             part = self._values[rows]
-            torch.maximum(self._counted(part), least, out=part)
+            torch.maximum(self._counted(part), self._state[-1:] - 1, out=part)
             part += 1
 
     def begin(self, rows: int | slice | torch.Tensor) -> None:
@@ -305,9 +310,19 @@ class SlotGenerations:
             bool tensor of that shape: the stamp is one that a record can have, and it is the row's stamp now.
         """
         if self._array is not None:
-            stamps = generation.numpy()
-            return torch.from_numpy((self._array[rows.numpy()] == stamps) & (stamps >= 0))
+            return torch.from_numpy(self._live(rows.numpy(), generation.numpy()))
         return (self._values.index_select(0, rows) == generation).logical_and_(generation >= 0)
+
+    def live_array(self, rows: _Rows, generation: torch.Tensor) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+        """:meth:`live` for an array of rows; ``None`` unless stamps and ``generation`` are on the CPU."""
+        if self._array is None or not generation.is_cpu:
+            return None
+        return self._live(rows, generation.numpy())
+
+    def _live(self, rows: _Rows, stamps: _Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        live: np.ndarray[Any, np.dtype[np.bool_]] = self._array[rows] == stamps
+        live &= stamps >= 0
+        return live
 
     def origin(self) -> dict[str, int]:
         """What :meth:`restore` needs besides the stamps to know where they come from."""

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import keep_last
+from torchrl_generational.records import entries_of
 
 __all__ = ["last_of_each", "names_rows", "refuse_misfits", "select", "without_handles"]
 
@@ -67,6 +68,9 @@ def _broadcasts(shape: torch.Size, expected: tuple[int, ...]) -> bool:
 
 def without_handles(data: Any) -> Any:
     """The data without the stamps that a sample among it had."""
+    entries = entries_of(data)
+    if entries is not None:
+        return data.exclude(GENERATION_KEY) if GENERATION_KEY in entries else data
     if is_tensor_collection(data) and not is_tensorclass(data):
         if GENERATION_KEY in data:
             return data.exclude(GENERATION_KEY)

@@ -209,6 +209,8 @@ def cells_in(rows: torch.Tensor, space: Sequence[int]) -> torch.Tensor:
 def rows_of(index: Any) -> torch.Tensor:
     """Dim-0 rows of an index that a sampler produced: a tensor of rows, or a tuple of coordinates."""
     rows = index[0] if isinstance(index, tuple) else index
+    if type(rows) is torch.Tensor and rows.dtype is torch.int64:
+        return rows
     return torch.as_tensor(rows, dtype=torch.int64)
 
 
@@ -226,6 +228,8 @@ def rows_written(cursor: Any, num_rows: int) -> int | slice | torch.Tensor:
         IndexError: if a row lies outside the storage.
         TypeError: if the cursor is of no known kind.
     """
+    if type(cursor) is int:
+        return _row_in(cursor, num_rows)
     if (
         type(cursor) is torch.Tensor
         and cursor.dtype is torch.int64
@@ -250,11 +254,14 @@ def rows_written(cursor: Any, num_rows: int) -> int | slice | torch.Tensor:
         return cursor.nonzero()[:, 0] if cursor.ndim else slice(None)
     rows = as_int64("cursor", cursor)
     if rows.ndim == 0:
-        row = int(rows)
-        if not -num_rows <= row < num_rows:
-            raise IndexError(f"cursor {row} is outside the storage, which has {num_rows} rows.")
-        return row % num_rows
+        return _row_in(int(rows), num_rows)
     return _rows_in(rows.reshape(-1), num_rows)
+
+
+def _row_in(row: int, num_rows: int) -> int:
+    if not -num_rows <= row < num_rows:
+        raise IndexError(f"cursor {row} is outside the storage, which has {num_rows} rows.")
+    return row % num_rows
 
 
 def _rows_in(rows: torch.Tensor, num_rows: int) -> slice | torch.Tensor:

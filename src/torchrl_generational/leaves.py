@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.indexing import keep_last
 from torchrl_generational.priorities import just_within, largest_priority
-from torchrl_generational.trees import read_leaves, tree_dtype, write_leaves
+from torchrl_generational.trees import on_cpu, read_leaves, tree_dtype, write_arrays, write_leaves
 
-__all__ = ["forget", "largest_but", "retransform", "store_priorities"]
+__all__ = ["forget", "largest_but", "retransform", "store_arrays", "store_default", "store_priorities"]
+
+_SMALLEST = 1e-30  # a leaf above it is nowhere near what float32 rounds to zero
 
 
 def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
@@ -28,27 +32,79 @@ def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority:
     """
     if not cells.numel():
         return
-    maximum, where = sampler._max_priority
-    known = -1.0 if maximum is None else float(maximum)
-    if _highest(priority) > known:
-        # only a row that raises the maximum can raise it wrongly: look for repeated cells then
-        keep = keep_last(cells) if priority.ndim else None
-        if keep is not None:
-            cells, priority = cells[keep], priority[keep]
-        highest, row = priority.max(0)
-        if float(highest) > known:
-            maximum, where = sampler._max_priority = (highest, cells[row])
-    if sampler.device.type != "cpu":
-        PrioritizedSampler.update_priority(sampler, cells, priority)
+    if on_cpu(sampler):
+        values = priority.numpy()
+        store_arrays(sampler, cells.numpy(), values, float(values.max()))
         return
-    write_leaves(sampler, cells, torch.pow(priority + sampler._eps, sampler._alpha))
-    tracked = sampler._max_priority_within_buffer and sampler._alpha != 0 and where is not None
-    if tracked and bool((cells == where).any()):
+    if float(priority.max()) > _known_maximum(sampler):
+        cells, priority = _raise_maximum(sampler, cells, priority)
+    PrioritizedSampler.update_priority(sampler, cells, priority)
+
+
+def store_arrays(sampler: PrioritizedSampler, cells: Any, priority: Any, highest: float) -> None:
+    """:func:`store_priorities` for arrays, and trees on the CPU.
+
+    Args:
+        sampler: any prioritized sampler.
+        cells: int64 ``[M]``, ``M > 0``.
+        priority: 0-d or ``[M]``, of the tree's dtype.
+        highest: the largest of ``priority``.
+    """
+    if highest > _known_maximum(sampler):
+        kept = _raise_maximum(sampler, torch.from_numpy(cells), torch.from_numpy(priority))
+        cells, priority = (part.numpy() for part in kept)
+    eps, alpha = sampler._eps, sampler._alpha
+    raised = torch.from_numpy(np.asarray(np.add(priority, eps, dtype=priority.dtype)))
+    # torch's power and not NumPy's: they differ in the last bit, and TorchRL takes this one
+    leaf = torch.pow(raised, alpha).numpy()
+    write_arrays(sampler, cells, leaf, positive=_exceeds(_SMALLEST, eps, alpha))
+    where = sampler._max_priority[1]
+    tracked = sampler._max_priority_within_buffer and alpha != 0 and where is not None
+    if tracked and bool((cells == int(where)).any()):
         sampler._max_priority = largest_but(sampler)
 
 
-def _highest(priority: torch.Tensor) -> float:
-    return float(priority.numpy().max() if priority.is_cpu else priority.max())
+def store_default(sampler: PrioritizedSampler, cells: Any) -> None:
+    """Gives the default priority to ``cells``, an int or int64 ``[M]``, where there is a running maximum to give.
+
+    For trees on the CPU, and samplers that do not track the maximum within the buffer.
+    """
+    dtype = tree_dtype(sampler)
+    leaf = _leaf_of(float(sampler._max_priority[0]), sampler._eps, sampler._alpha, dtype)  # type: ignore[arg-type]
+    write_arrays(sampler, cells, leaf, positive=_exceeds(_SMALLEST, sampler._eps, sampler._alpha))
+
+
+@lru_cache(maxsize=64)
+def _leaf_of(priority: float, eps: float, alpha: float, dtype: torch.dtype) -> Any:
+    leaf = torch.pow(torch.tensor(priority, dtype=dtype) + eps, alpha).numpy()
+    leaf.flags.writeable = False
+    return leaf
+
+
+def _exceeds(bound: float, eps: float, alpha: float) -> bool:
+    """Whether the leaf of a priority of zero, the smallest there is, is larger than ``bound``."""
+    return eps > bound and eps**alpha > bound
+
+
+def _known_maximum(sampler: PrioritizedSampler) -> float:
+    maximum = sampler._max_priority[0]
+    return -1.0 if maximum is None else float(maximum)
+
+
+def _raise_maximum(
+    sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lets the running maximum see ``priority``; returns the rows that stay, one per cell.
+
+    Only a row that raises the maximum can raise it wrongly, so repeated cells are looked for here only.
+    """
+    keep = keep_last(cells) if priority.ndim else None
+    if keep is not None:
+        cells, priority = cells[keep], priority[keep]
+    highest, row = priority.max(0)
+    if float(highest) > _known_maximum(sampler):
+        sampler._max_priority = (highest, cells[row].clone())  # not a view of the caller's index
+    return cells, priority
 
 
 def forget(sampler: PrioritizedSampler, cells: torch.Tensor) -> None:

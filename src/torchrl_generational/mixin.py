@@ -336,13 +336,14 @@ class _Section:
         self.buffer = buffer
 
     def __enter__(self) -> None:
+        state = self.buffer.__dict__
         while True:
-            self.lock = self.buffer._replay_lock
+            storage = state.get("_storage")
+            self.lock = getattr(storage, "lock", state["_replay_lock"])
             self.lock.acquire()
-            if self.lock is self.buffer._replay_lock:
+            if state.get("_storage") is storage and getattr(storage, "lock", self.lock) is self.lock:
                 break
             self.lock.release()
-        storage = self.buffer.__dict__.get("_storage")
         if not getattr(storage, "initialized", True) and isinstance(storage, SharableStorage):
             try:
                 storage.join()

@@ -7,12 +7,13 @@ small batches slow where other processes keep the cores busy.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
 from tensordict import MemoryMappedTensor, TensorDict
 
-__all__ = ["attach", "copy", "matched", "select"]
+__all__ = ["attach", "copy", "entries_of", "matched", "select", "shallow"]
 
 _PLAIN = (torch.Tensor, MemoryMappedTensor)
 _COPIED_BY_INDEX = (
@@ -21,17 +22,41 @@ _COPIED_BY_INDEX = (
 )
 
 
-def select(stored: Any, index: torch.Tensor) -> TensorDict | None:
+def entries_of(data: Any) -> dict[str, Any] | None:
+    """The live entries of a plain tensordict, nested ones as tensordicts; ``None`` for anything else."""
+    if type(data) is not TensorDict:
+        return None
+    entries: dict[str, Any] = data._tensordict
+    return entries
+
+
+def shallow(data: TensorDict) -> TensorDict:
+    """A copy of a plain tensordict whose top level can be changed; what is below is the original's."""
+    copied: TensorDict = TensorDict._new_unsafe(
+        source=data._tensordict,
+        batch_size=data.batch_size,
+        device=data.device,
+        names=data._td_dim_names,
+        nested=False,
+    )
+    return copied
+
+
+def select(stored: Any, index: torch.Tensor, leave_out: Container[str] = ()) -> TensorDict | None:
     """``stored[index]``; ``None`` if something among it is not a plain tensor of the CPU.
 
     Args:
         stored: the records, on dim 0.
         index: int64 ``[B]`` within dim 0, on the CPU.
+        leave_out: entries of the top level that are not wanted.
     """
-    if type(stored) is not TensorDict or stored._td_dim_names is not None:
+    entries = entries_of(stored)
+    if entries is None or stored._td_dim_names is not None:
         return None
     source: dict[str, Any] = {}
-    for key, entry in stored.items():
+    for key, entry in entries.items():
+        if key in leave_out:
+            continue
         if type(entry) in _PLAIN:
             if not entry.is_cpu or entry.is_nested:
                 return None
@@ -91,10 +116,10 @@ def copy(pairs: list[tuple[torch.Tensor, torch.Tensor]], rows: int | slice | tor
 
 
 def _match(stored: Any, data: Any, lead: tuple[int, ...], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    if type(stored) is not TensorDict or type(data) is not TensorDict:
+    held, given = entries_of(stored), entries_of(data)
+    if held is None or given is None:
         return False
-    held: dict[str, Any] = dict(stored.items())
-    for key, new in data.items():
+    for key, new in given.items():
         old: Any = held.get(key)
         if type(new) in _PLAIN:
             if (

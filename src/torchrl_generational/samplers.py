@@ -12,15 +12,27 @@ import torch
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_generational.arrays import index_array, priority_array
 from torchrl_generational.draws import draw
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import as_int64, bounds_of, cells_of, rows_of
-from torchrl_generational.leaves import largest_but, retransform, store_priorities
+from torchrl_generational.leaves import largest_but, retransform, store_arrays, store_default, store_priorities
 from torchrl_generational.priorities import as_priority, largest_priority
 from torchrl_generational.protocols import generations_on
-from torchrl_generational.trees import TreeState, double_sums, read_leaves, tree_dtype, write_leaves
+from torchrl_generational.trees import TreeState, double_sums, on_cpu, read_leaves, tree_dtype, write_leaves
 
-__all__ = ["GenerationalPrioritizedSampler", "check_capacity", "checked_priority", "most_priority", "store_checked"]
+__all__ = [
+    "GenerationalPrioritizedSampler",
+    "check_capacity",
+    "checked_array",
+    "checked_priority",
+    "most_priority",
+    "store_checked",
+    "stores_arrays",
+]
+
+
+_CPU = torch.device("cpu")
 
 
 def check_capacity(sampler: PrioritizedSampler, storage: Any) -> None:
@@ -50,6 +62,11 @@ def checked_priority(sampler: Any, priority: Any, *, name: str = "priority") -> 
     )
 
 
+def checked_array(sampler: Any, priority: Any) -> tuple[Any, float] | None:
+    """:func:`checked_priority` as an array, and the largest; ``None`` where that takes more than a look at it."""
+    return priority_array(priority, tree_dtype(sampler), most_priority(sampler))
+
+
 def most_priority(sampler: Any) -> float:
     """The largest priority that ``sampler``'s trees can hold in every slot."""
     dtype = tree_dtype(sampler)
@@ -66,9 +83,18 @@ def _as_exponent(name: str, value: Any) -> float:
 
 def store_checked(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
     """Writes checked priorities to checked cells, by the sampler's own road if it has one. Lock held."""
-    plain = (PrioritizedSampler.update_priority, GenerationalPrioritizedSampler.update_priority)
-    store = partial(store_priorities, sampler) if type(sampler).update_priority in plain else sampler.update_priority
+    store = partial(store_priorities, sampler) if _stores_plainly(sampler) else sampler.update_priority
     store(cells.to(sampler.device), priority.to(sampler.device))
+
+
+def stores_arrays(sampler: Any) -> bool:
+    """Whether :func:`~torchrl_generational.leaves.store_arrays` does all that a sampler's ``update_priority`` does."""
+    return _stores_plainly(sampler) and on_cpu(sampler)
+
+
+def _stores_plainly(sampler: Any) -> bool:
+    own = type(sampler).update_priority
+    return own is GenerationalPrioritizedSampler.update_priority or own is PrioritizedSampler.update_priority
 
 
 class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc]  # TorchRL is untyped
@@ -161,13 +187,13 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         """
         generations = generations_on(storage, user=type(self).__name__)
         self.fit(storage)
-        if len(storage) > self._max_capacity:
+        num_cells = len(storage)
+        if num_cells > self._max_capacity:
             check_capacity(self, storage)
-        self._maybe_init_from_storage(storage)
-        if self.device.type != "cpu":
+        self._follow_device(storage)
+        if not on_cpu(self):
             index, info = super().sample(storage, batch_size)
         else:
-            num_cells = len(storage)
             if not num_cells:
                 raise RuntimeError("Cannot sample from an empty storage.")
             index, weight = draw(self, num_cells, batch_size)
@@ -177,7 +203,6 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         info[GENERATION_KEY] = generations.lookup(rows_of(index))
         return index, info
 
-    @torch.no_grad()
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
         """Writes priorities by raw index, whatever record is there now. O(rows log capacity).
 
@@ -195,7 +220,14 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             TypeError: if the index does not hold integers or the priority no real numbers.
             ValueError: if a priority is NaN, infinite, negative or too large, or there is not one per row.
         """
-        self._maybe_init_from_storage(storage)
+        self._follow_device(storage)
+        if storage is None or storage.ndim == 1:
+            limit = self._max_capacity if storage is None else min(len(storage), self._max_capacity)
+            array = index_array(index, limit) if on_cpu(self) and not torch.compiler.is_compiling() else None
+            checked = checked_array(self, priority) if array is not None and array.ndim == 1 else None
+            if checked is not None and checked[0].shape == array.shape:
+                store_arrays(self, array, *checked)
+                return
         if storage is not None and storage.ndim > 1:
             self.fit(storage)
         cells, ignored = self._cells(index, storage)
@@ -217,6 +249,12 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Gives the records at ``index`` the default priority, leaving out slots that ``storage`` has not reached."""
+        if storage is not None and self._takes_defaults(storage):
+            limit = len(storage)
+            array = index if type(index) is int and 0 <= index < limit else index_array(index, limit)
+            if type(array) is int or (array is not None and array.ndim == 1):
+                store_default(self, array)
+                return
         cells = as_int64("index", index, self.device)
         if storage is not None and cells.ndim <= 1:
             cells = cells.reshape(-1)
@@ -228,6 +266,23 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             if bool((flat == where).any()):  # the record with the largest priority is gone
                 self._max_priority = largest_but(self, flat[flat >= 0])
         self.update_priority(cells, self.default_priority, storage=storage)
+
+    def _follow_device(self, storage: Storage | None) -> None:
+        """Moves the trees, before they hold anything, to the accelerator that the storage is on."""
+        if self._device is not None or getattr(storage, "device", None) != _CPU:  # asking further is slow
+            self._maybe_init_from_storage(storage)
+
+    def _takes_defaults(self, storage: Storage) -> bool:
+        """Whether marking slots of ``storage`` takes no more than writing the running maximum to them."""
+        return (
+            storage.ndim == 1
+            and on_cpu(self)
+            and self._max_priority[0] is not None
+            and not self._max_priority_within_buffer
+            and type(self).update_priority is GenerationalPrioritizedSampler.update_priority
+            and len(storage) <= self._max_capacity
+            and not torch.compiler.is_compiling()
+        )
 
     def _maybe_erase_max_priority(self, index: Any) -> None:
         """Nothing left to do: :meth:`mark_update` looked for the next largest. TorchRL starts again at 1."""
@@ -329,8 +384,10 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
 
         O(capacity), once; O(1) ever after.
         """
+        if storage.ndim == 1:
+            return
         excess = _num_cells(storage) - self._max_capacity
-        if excess <= 0 or storage.ndim == 1 or not storage.shape:
+        if excess <= 0 or not storage.shape:
             return
         if excess >= torch.Size(storage.shape[1:]).numel():
             return  # more than rounding accounts for: the sampler was made for another size

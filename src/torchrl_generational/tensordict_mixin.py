@@ -17,7 +17,7 @@ from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
 from torchrl_generational.indexing import keep_last
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.processes import keeps_priorities
-from torchrl_generational.records import attach
+from torchrl_generational.records import attach, entries_of, select, shallow
 from torchrl_generational.result import UpdateResult
 from torchrl_generational.samplers import GenerationalPrioritizedSampler, checked_priority
 from torchrl_generational.writers import GenerationalTensorDictRoundRobinWriter, GenerationalWriterMixin
@@ -58,9 +58,25 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             RuntimeError: if there is nothing to draw.
         """
         if batch_size is None and not return_info and not deprecated and self._samples_are_plain():
-            data, info = self._sample(self._batch_size)
-            return attach(data, info)
+            sample = self._sample_plainly()
+            if sample is not None:
+                return sample
         return super().sample(batch_size, return_info, **deprecated)
+
+    def _sample_plainly(self) -> TensorDict | None:
+        """A sample that takes no more than the sampler's draw and the records there; ``None`` if it would."""
+        with self._exclusive():
+            storage = self._storage
+            if storage.lock.is_shared:
+                self._refuse_elsewhere()
+            self._catch_up()
+            if storage.slot_generations.interrupted:
+                return None  # slots without a record have to be drawn again
+            sampler: GenerationalPrioritizedSampler = self._learners_sampler()
+            index, info = sampler.sample(storage, self._batch_size)
+            # not those of the storage that the info replaces
+            data = select(storage._storage, index, leave_out=info.keys() | {"index"})
+        return None if data is None else attach(data, {"index": index, **info})
 
     def _samples_are_plain(self) -> bool:
         """Whether a sample is what the storage holds and the sampler says, of one dimension, on the CPU."""
@@ -77,8 +93,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             and type(self)._sample is GenerationalReplayBufferMixin._sample
             and type(self)._finish_sample is GenerationalReplayBufferMixin._finish_sample
             and self._sample_unit is None
-            and type(self._transform) is Compose
-            and not len(self._transform)
+            and self._has_no_transform()
             and type(self._learners_sampler()) is GenerationalPrioritizedSampler
             and storage.ndim == 1
             and storage.initialized
@@ -120,6 +135,9 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             >>> rb.update_tensordict_priority_if_present(sample).num_updated
             4
         """
+        done = self._update_entries(data)
+        if done is not None:
+            return done
         method = "update_tensordict_priority_if_present"
         storage = self._written_storage(method)
         sampler = self._priority_sampler(method)
@@ -139,6 +157,19 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         if anchored:
             priority, generation = _per_anchor(index, generation, priority, data.get("validity_mask", None))
         return self.update_priority_if_present(index=index, generation=generation, priority=priority)
+
+    def _update_entries(self, data: Any) -> UpdateResult | None:
+        """The update by a plain sample with one number per record; ``None``, and nothing changed, by any other."""
+        entries = entries_of(data)
+        if entries is None or not self._initialized or self._sample_unit is not None:
+            return None
+        key = self.priority_key
+        index, generation, priority = entries.get("index"), entries.get(GENERATION_KEY), entries.get(key)
+        if not isinstance(generation, torch.Tensor) or generation.ndim != data.ndim:
+            return None
+        if getattr(self._storage, "record_ndim", 1):  # what a record is decides what there is one number of
+            return None
+        return self._update_arrays(index, generation, priority)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Updates priorities by raw index; see TorchRL's. Prefer :meth:`update_tensordict_priority_if_present`.
@@ -169,7 +200,9 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         """
         self._ready()
         # User code, possibly slow: before the lock, as in TorchRL.
-        if self._transform is not None:
+        if type(data) is TensorDict and self._has_no_transform():
+            data = shallow(data)
+        elif self._transform is not None:
             with _set_dispatch_td_nn_modules(is_tensor_collection(data)):
                 data = self._transform.inv(data)
         if data is None:
@@ -178,11 +211,11 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         with self._exclusive():
             index = self._add(data)
             if index is not None:
-                if is_tensor_collection(data):
+                if is_tensor_collection(data) and not self._writer_tells():
                     self._set_index_in_td(data, index)
                 if self._follows:
                     self._leave_first_priority(index, priority, 1)
-                elif self._storage.ndim == 1:
+                elif priority is not None and self._storage.ndim == 1:
                     self.update_tensordict_priority(data)
                 elif priority is not None:
                     self.update_priority(index, self._per_record(priority, index.shape[0]))
@@ -203,9 +236,10 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         if not isinstance(tensordicts, TensorDictBase):
             written: torch.Tensor = super().extend(tensordicts, update_priority=update_priority)
             return written
-        if self._transform is not None:
-            empty = type(self._transform) is Compose and not len(self._transform)
-            tensordicts = tensordicts.copy() if empty else self._transform.inv(tensordicts)
+        if self._has_no_transform():
+            tensordicts = shallow(tensordicts) if type(tensordicts) is TensorDict else tensordicts.copy()
+        elif self._transform is not None:
+            tensordicts = self._transform.inv(tensordicts)
         if tensordicts is None:
             return torch.zeros((0, self._storage.ndim), dtype=torch.long)
         priority = None
@@ -221,13 +255,21 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                 )
         with self._exclusive():
             index: torch.Tensor = self._extend(tensordicts)
-            if self._storage.ndim > 1 or not isinstance(self._writer, GenerationalTensorDictRoundRobinWriter):
-                self._set_index_in_td(tensordicts, index)  # else the writer has
+            if not self._writer_tells():
+                self._set_index_in_td(tensordicts, index)
             if self._follows:
                 self._leave_first_priority(index, priority, len(index))
             elif priority is not None:
                 self.update_priority(index, priority)
         return index
+
+    def _has_no_transform(self) -> bool:
+        transform = self._transform
+        return type(transform) is Compose and not len(transform.transforms)
+
+    def _writer_tells(self) -> bool:
+        """Whether the writer tells the data which slots it goes to."""
+        return self._storage.ndim == 1 and isinstance(self._writer, GenerationalTensorDictRoundRobinWriter)
 
     def _leave_first_priority(self, index: Any, priority: Any, records: int) -> None:
         """Leaves the first priorities of records just written where the learner finds them. Lock held."""
@@ -246,11 +288,13 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
 
     def _first_priority(self, data: Any) -> Any:
         """The priority entry of data about to be written, refused before anything is if no tree can hold it."""
-        priority = data.get(self.priority_key, None) if is_tensor_collection(data) else None
+        entries, key = entries_of(data), self.priority_key
+        if entries is not None and isinstance(key, str) and key not in entries:
+            return None
+        priority = data.get(key, None) if is_tensor_collection(data) else None
         sampler = self._learners_sampler()
         if priority is not None and keeps_priorities(sampler):
-            name = f"entry {self.priority_key!r}"
-            checked_priority(sampler, priority, name=name)
+            checked_priority(sampler, priority, name=f"entry {key!r}")
         return priority
 
     def _per_record(self, priority: torch.Tensor, records: int) -> torch.Tensor:

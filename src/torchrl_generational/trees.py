@@ -9,15 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import MemoryMappedTensor
-from torchrl._torchrl import SumSegmentTreeFp64
+from torchrl._torchrl import SumSegmentTreeFp32, SumSegmentTreeFp64
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
-__all__ = ["TreeState", "double_sums", "read_leaves", "tree_dtype", "write_leaves"]
+__all__ = ["TreeState", "double_sums", "on_cpu", "read_leaves", "tree_dtype", "write_arrays", "write_leaves"]
+
+_ON_CPU = (SumSegmentTreeFp64, SumSegmentTreeFp32)
 
 
 def tree_dtype(sampler: Any) -> torch.dtype:
     """The dtype of a sampler's trees (TorchRL also accepts tensor types in its place)."""
     return torch.float64 if sampler.dtype in (torch.float64, torch.DoubleTensor) else torch.float32
+
+
+def on_cpu(sampler: Any) -> bool:
+    """Whether a sampler's trees are those of the CPU, which NumPy reads and writes (asking for their device is slow)."""
+    return type(sampler._sum_tree) in _ON_CPU
 
 
 def double_sums(sampler: Any) -> None:
@@ -39,16 +46,32 @@ def write_leaves(sampler: Any, cells: torch.Tensor, leaf: torch.Tensor) -> None:
 
     A leaf of zero, which is never drawn, is left out of the minimum that importance weights are normalised by.
     """
-    if sampler.device.type != "cpu":
+    if not on_cpu(sampler):
         sampler._sum_tree[cells] = leaf
         sampler._min_tree[cells] = leaf.masked_fill(leaf == 0, torch.finfo(leaf.dtype).max)
         return
-    # NumPy views take half the time of tensors here, but the trees read them as if they were contiguous.
-    index, values = np.ascontiguousarray(cells.numpy()), np.asarray(leaf.numpy(), order="C")
-    least = values if values.all() else np.where(values == 0, np.finfo(values.dtype).max, values)
-    # its own dtype: the trees convert more slowly
-    sampler._sum_tree[index] = values.astype(np.float64, copy=False) if values.ndim else float(values)
-    sampler._min_tree[index] = least if values.ndim else float(least)
+    write_arrays(sampler, cells.numpy(), leaf.numpy())
+
+
+def write_arrays(sampler: Any, cells: Any, leaf: Any, *, positive: bool = False) -> None:
+    """:func:`write_leaves` on the CPU, where NumPy's arrays take half the time of tensors.
+
+    Args:
+        sampler: a prioritized sampler whose trees are on the CPU.
+        cells: an int, or int64 ``[M]``.
+        leaf: an array of the tree's dtype, 0-d or ``[M]``.
+        positive: whether it is known that no leaf is zero.
+    """
+    least = leaf if positive or leaf.all() else np.where(leaf == 0, np.finfo(leaf.dtype).max, leaf)
+    # The trees read arrays as if they were contiguous, and convert other dtypes more slowly than NumPy.
+    if type(cells) is not int:
+        cells = np.ascontiguousarray(cells)
+    if not leaf.ndim:
+        sampler._sum_tree[cells] = float(leaf)
+        sampler._min_tree[cells] = float(least)
+        return
+    sampler._sum_tree[cells] = np.ascontiguousarray(leaf, dtype=np.float64)
+    sampler._min_tree[cells] = np.ascontiguousarray(least)
 
 
 class TreeState:

@@ -18,6 +18,7 @@ from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
 from torchrl_generational.indexing import rows_written
 from torchrl_generational.process_locks import renew_in_forked_children
 from torchrl_generational.protocols import generations_on
+from torchrl_generational.records import attach, entries_of
 from torchrl_generational.storages import GenerationalStorageMixin
 
 __all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
@@ -146,6 +147,8 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Writes one record and returns its index. A write that fails leaves the cursor where it was."""
+        if self._is_run(data, ndim=0):
+            return self._write_one(data)
         with self._moving_last():
             result: int | torch.Tensor = super().add(data)
             return result
@@ -200,20 +203,32 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
             index %= rows
         self._tell(data, index)
         storage.set(slice(start, stop) if stop <= rows else index, data)
-        self._cursor = stop % rows
-        self._write_count += data.shape[0]
-        for entity in storage._attached_entities:
-            entity.mark_update(index)
+        self._moved_to(stop % rows, data.shape[0], index)
         return index
+
+    def _write_one(self, data: TensorDict) -> int:
+        """Writes a plain record to the next slot of a storage of one dimension, and returns that. Lock held."""
+        storage, row = self._storage, self._cursor
+        self._tell(data, torch.tensor(row))
+        storage.set(row, data)
+        self._moved_to((row + 1) % storage.max_size, 1, row)
+        return row
+
+    def _moved_to(self, cursor: int, records: int, index: int | torch.Tensor) -> None:
+        """The records are there."""
+        self._cursor = cursor
+        self._write_count += records
+        for entity in self._storage._attached_entities:
+            entity.mark_update(index)
 
     def _tell(self, data: TensorDict, index: torch.Tensor) -> None:
         """Tells the data which slots it goes to."""
 
-    def _is_run(self, data: Any) -> bool:
+    def _is_run(self, data: Any, ndim: int = 1) -> bool:
         return (
             type(data) is TensorDict
-            and data.ndim == 1
-            and data.shape[0] > 0
+            and data.ndim == ndim
+            and (ndim == 0 or data.shape[0] > 0)
             and data.device in _CPU
             and isinstance(self._storage, GenerationalStorageMixin)
             and self._storage.ndim == 1
@@ -276,7 +291,9 @@ class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDict
         return result
 
     def _tell(self, data: TensorDict, index: torch.Tensor) -> None:
-        data.set("index", index)
+        if data.is_locked:
+            data.set("index", index)  # refuses
+        attach(data, {"index": index})
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
         """Writes records to explicit slots without moving the cursor."""
@@ -302,5 +319,8 @@ def origin_in(state: dict[str, Any]) -> dict[str, int]:
 
 def withdraw_handles(data: Any) -> None:
     """Data written gets a new ``index``: the stamp that a sample among it had must not stand beside that."""
+    entries = entries_of(data)
+    if entries is not None and GENERATION_KEY not in entries:
+        return
     if is_tensor_collection(data) and not is_tensorclass(data) and GENERATION_KEY in data:
         data.set(GENERATION_KEY, torch.full_like(data.get(GENERATION_KEY), NEVER_WRITTEN))
