@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import records
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer, TensorStorage
 
 import torchrl_generational as g
 from torchrl_generational import records as fast
@@ -92,6 +92,75 @@ def test_records_of_every_layout_are_stored_and_read_as_with_torchrl(layout, wri
         if write == "longer than the ring":
             break  # torch does not say which record of a slot stays
         assert described(ours.storage.get(ask)) == described(stock.storage.get(ask))
+
+
+PYTREES = {
+    "tensors": lambda n, s: spread(n, s),
+    "matrices": lambda n, s: torch.rand(n, 3),
+    "dicts": lambda n, s: {"x": spread(n, s), "deeper": {"y": torch.rand(n, 2)}},
+    "tuples": lambda n, s: (spread(n, s), torch.rand(n, 2)),
+    "lists in dicts": lambda n, s: {"x": [spread(n, s), torch.rand(n, 2)]},
+    "tensorclasses": lambda n, s: Pair(left=spread(n, s), right=torch.rand(n, 2), batch_size=[n]),
+    "tensorclasses of tensordicts": lambda n, s: Pair(
+        left=TensorDict({"x": spread(n, s)}, [n]), right=torch.rand(n, 2), batch_size=[n]
+    ),
+}
+
+
+def seen(data):
+    """All that a caller can see of records that are no tensordicts."""
+    if isinstance(data, dict):
+        return {key: seen(part) for key, part in data.items()}
+    if isinstance(data, tuple | list):
+        return type(data)(map(seen, data))
+    if isinstance(data, Pair):
+        return type(data), described(data.to_tensordict())
+    return described(data)
+
+
+@pytest.mark.parametrize("layout", PYTREES)
+def test_records_that_are_no_tensordicts_are_stored_and_read_as_with_torchrl(layout):
+    ours = g.GenerationalReplayBuffer(storage=g.GenerationalLazyTensorStorage(8), batch_size=4)
+    stock = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
+    for start in (0, 6):  # the second goes around the end
+        torch.manual_seed(start)
+        data = PYTREES[layout](6, start)
+        for rb in (ours, stock):
+            rb.extend(data)
+    for ask in (torch.tensor([3, 0, 3, 5]), torch.tensor([1]), slice(0, 3)):
+        assert seen(ours.storage.get(ask)) == seen(stock.storage.get(ask))
+
+
+def two_dimensional(kind: str) -> tuple[TensorDictReplayBuffer, TensorDictReplayBuffer]:
+    """Ours and TorchRL's, with room for four steps of three lanes."""
+    if kind == "around what is there":
+        x = torch.arange(24).reshape(2, 3, 4).movedim(0, -1)  # in another order in memory
+        data = TensorDict({"x": x.mT.contiguous().mT, "nested": {"y": torch.rand(3, 4)}}, [3, 4]).transpose(0, 1)
+        storages = [kind(data.clone(), ndim=2) for kind in (g.GenerationalTensorStorage, TensorStorage)]
+    else:
+        storages = [kind(12, ndim=2) for kind in (g.GenerationalLazyTensorStorage, LazyTensorStorage)]
+    ours = g.GenerationalTensorDictReplayBuffer(storage=storages[0], batch_size=4)
+    stock = TensorDictReplayBuffer(storage=storages[1], batch_size=4)
+    steps = {"half full": 2, "full": 4}.get(kind)
+    if steps:
+        x = torch.arange(3 * steps * 2).reshape(3, steps, 2)
+        nested = TensorDict({"y": x.float(), "name": NonTensorData("n", batch_size=[3, steps])}, [3, steps])
+        for rb in (ours, stock):
+            rb.extend(TensorDict({"x": x, "nested": nested}, [3, steps]))
+    return ours, stock
+
+
+@pytest.mark.parametrize("kind", ["half full", "full", "around what is there"])
+def test_records_of_two_dimensions_are_read_as_with_torchrl(kind):
+    ours, stock = two_dimensional(kind)
+    rows = ours.storage.generations.shape[0]
+    place = (torch.tensor([1, 0, 1]), torch.tensor([2, 2, 0]))
+    for ask in (place, (place[0][:1], place[1][:1]), (place[0],), place[0], (place[0], slice(None)), (1, 2)):
+        assert described(ours.storage.get(ask)) == described(stock.storage.get(ask))
+    outside = (torch.tensor([rows]), torch.tensor([0]))
+    for rb in (ours, stock):
+        with pytest.raises(IndexError):
+            rb.storage.get(outside)
 
 
 @pytest.mark.parametrize("change", ["extra", "missing", "dtype", "shape"])

@@ -11,7 +11,7 @@ from collections.abc import Container
 from typing import Any
 
 import torch
-from tensordict import MemoryMappedTensor, TensorDict
+from tensordict import MemoryMappedTensor, TensorDict, is_non_tensor, is_tensor_collection, is_tensorclass
 
 __all__ = ["attach", "copy", "entries_of", "matched", "select", "shallow"]
 
@@ -42,33 +42,48 @@ def shallow(data: TensorDict) -> TensorDict:
     return copied
 
 
-def select(stored: Any, index: torch.Tensor, leave_out: Container[str] = ()) -> TensorDict | None:
-    """``stored[index]``; ``None`` if something among it is not a plain tensor of the CPU.
+def select(stored: Any, index: torch.Tensor, ndim: int = 1, leave_out: Container[str] = ()) -> Any:
+    """``stored[index]``, or ``stored[*index]`` where the records fill several dimensions; ``None`` if it takes more.
+
+    Plain tensors of the CPU are gathered, whatever else is among them (objects, nested tensors, tensors of another
+    device) is indexed as TorchRL does.
 
     Args:
-        stored: the records, on dim 0.
-        index: int64 ``[B]`` within dim 0, on the CPU.
+        stored: the records: a tensordict, a tensorclass, a tensor, or a dict, list or tuple of tensors.
+        index: int64 ``[B]`` on the CPU: places in dim 0, or in the first ``ndim`` dimensions taken as one, C order.
+        ndim: how many dimensions the records fill.
         leave_out: entries of the top level that are not wanted.
     """
     entries = entries_of(stored)
-    if entries is None or stored._td_dim_names is not None:
-        return None
-    source: dict[str, Any] = {}
-    for key, entry in entries.items():
-        if key in leave_out:
-            continue
-        if type(entry) in _PLAIN:
-            if not entry.is_cpu or entry.is_nested:
-                return None
-            source[key] = entry.index_select(0, index)
-        else:
-            part = select(entry, index)
-            if part is None:
-                return None
-            source[key] = part
-    size = torch.Size((index.shape[0], *stored.batch_size[1:]))
-    selected: TensorDict = TensorDict._new_unsafe(source=source, batch_size=size, device=stored.device)
-    return selected
+    if entries is not None:
+        if stored._td_dim_names is not None:
+            return None
+        source: dict[str, Any] = {}
+        for key, entry in entries.items():
+            if key not in leave_out:
+                part = source[key] = select(entry, index, ndim)
+                if part is None:
+                    return None
+        size = torch.Size((index.shape[0], *stored.batch_size[ndim:]))
+        selected: TensorDict = TensorDict._new_unsafe(source=source, batch_size=size, device=stored.device)
+        return selected
+    if type(stored) in _PLAIN and stored.is_cpu and not stored.is_nested:
+        if ndim == 1:
+            return stored.index_select(0, index)
+        if stored.is_contiguous():  # else it would be copied as a whole
+            return stored.flatten(0, ndim - 1).index_select(0, index)
+    if is_tensorclass(stored) and not is_non_tensor(stored):
+        inner = select(stored._tensordict, index, ndim)
+        return None if inner is None else stored._from_tensordict(inner, dict(stored._non_tensordict))
+    if isinstance(stored, torch.Tensor) or is_tensor_collection(stored):
+        return stored[index] if ndim == 1 else stored[torch.unravel_index(index, stored.shape[:ndim])]
+    if type(stored) is dict:
+        parts = [select(entry, index, ndim) for entry in stored.values()]
+        return None if any(part is None for part in parts) else dict(zip(stored, parts, strict=True))
+    if type(stored) in (list, tuple):
+        parts = [select(entry, index, ndim) for entry in stored]
+        return None if any(part is None for part in parts) else type(stored)(parts)
+    return None
 
 
 def attach(data: TensorDict, entries: dict[str, torch.Tensor]) -> TensorDict:
@@ -116,24 +131,37 @@ def copy(pairs: list[tuple[torch.Tensor, torch.Tensor]], rows: int | slice | tor
 
 
 def _match(stored: Any, data: Any, lead: tuple[int, ...], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    held, given = entries_of(stored), entries_of(data)
-    if held is None or given is None:
-        return False
-    for key, new in given.items():
-        old: Any = held.get(key)
-        if type(new) in _PLAIN:
-            if (
-                type(old) not in _PLAIN
-                or new.shape != (*lead, *old.shape[1:])
-                or (new.dtype != old.dtype and lead)  # which torch refuses, save for a single record
-                or not (old.is_cpu and new.is_cpu)
-                or old.requires_grad
-                or new.requires_grad
-                or old.is_nested
-                or new.is_nested
-            ):
-                return False
-            pairs.append((old, new))
-        elif not _match(old, new, lead, pairs):
+    if type(data) in _PLAIN:
+        if not _copies(stored, data, lead):
             return False
-    return True
+        pairs.append((stored, data))
+        return True
+    held, given = entries_of(stored), entries_of(data)
+    if given is not None:
+        return held is not None and all(_match(held.get(key), new, lead, pairs) for key, new in given.items())
+    if type(data) is not type(stored):
+        return False
+    if type(data) is dict:
+        return data.keys() == stored.keys() and all(_match(stored[key], data[key], lead, pairs) for key in data)
+    if type(data) in (list, tuple):
+        matches = (_match(old, new, lead, pairs) for old, new in zip(stored, data, strict=True))
+        return len(data) == len(stored) and all(matches)
+    if is_tensorclass(data) and not is_non_tensor(data):
+        plain = not data._non_tensordict and not stored._non_tensordict
+        return plain and _match(stored._tensordict, data._tensordict, lead, pairs)
+    return False
+
+
+def _copies(old: Any, new: torch.Tensor, lead: tuple[int, ...]) -> bool:
+    """Whether the values of ``new`` go to rows of ``old`` as they are."""
+    return (
+        type(old) in _PLAIN
+        and new.shape == (*lead, *old.shape[1:])
+        and (new.dtype == old.dtype or not lead)  # which torch refuses, save for a single record
+        and old.is_cpu
+        and new.is_cpu
+        and not old.requires_grad
+        and not new.requires_grad
+        and not old.is_nested
+        and not new.is_nested
+    )

@@ -12,6 +12,7 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import is_tensor_collection
 from torch.utils._pytree import tree_map
@@ -22,6 +23,7 @@ from torchrl.data.replay_buffers.storages import (
 )
 
 from torchrl_generational import records
+from torchrl_generational.arrays import index_array
 from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.incoming import last_of_each, names_rows, refuse_misfits, select, without_handles
 from torchrl_generational.indexing import as_count, as_rows, bounds_of, rows_written
@@ -162,20 +164,30 @@ class GenerationalStorageMixin(SharableStorage):
 
     def get(self, index: Any) -> Any:
         """Records at ``index``, in any form that TorchRL's storages accept."""
-        if (
-            type(index) is torch.Tensor
-            and index.dtype is torch.int64
-            and index.ndim == 1
-            and index.is_cpu
-            and self.initialized
-            and not torch.compiler.is_compiling()
-        ):
-            low, high = bounds_of(index)
-            length = self._len if self.ndim == 1 else self._len_along_dim0
-            found = records.select(self._storage, index) if low >= 0 and high < length else None
+        if self.initialized and not torch.compiler.is_compiling():
+            if type(index) is tuple and len(index) == 1:
+                index = index[0]
+            ndim = len(index) if type(index) is tuple and len(index) == self.ndim else 1
+            cells = self._cells_within(index, ndim)
+            found = None if cells is None else records.select(self._storage, cells, ndim)
             if found is not None:
                 return found
         return super().get(index)
+
+    def _cells_within(self, index: Any, ndim: int) -> torch.Tensor | None:
+        """An index of records that are there, as int64 ``[B]`` over the first ``ndim`` dimensions taken as one.
+
+        ``None`` if it takes a conversion, or names anything else.
+        """
+        if ndim == 1:
+            length = self._len if self.ndim == 1 else self._len_along_dim0
+            rows = index_array(index, length)
+            return index if rows is not None and rows.ndim == 1 else None
+        space = (int(self._len_along_dim0), *self._total_shape[1:])
+        parts = [index_array(part, size) for part, size in zip(index, space, strict=True)]
+        if any(part is None or part.ndim != 1 or part.shape != parts[0].shape for part in parts):
+            return None
+        return torch.from_numpy(np.ravel_multi_index(tuple(parts), space))
 
     def _apply_conditional_patch(self, index: torch.Tensor, patch: Any) -> None:
         rows = index[:, 0] if index.ndim > 1 else index
