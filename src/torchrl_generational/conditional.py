@@ -11,10 +11,10 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.arrays import index_array
 from torchrl_generational.indexing import as_int64, normalise_handles
-from torchrl_generational.leaves import store_arrays
+from torchrl_generational.leaves import checked_array, checked_priority, store_arrays
 from torchrl_generational.priorities import match_shape
 from torchrl_generational.result import UpdateResult
-from torchrl_generational.samplers import checked_array, checked_priority, store_checked, stores_arrays
+from torchrl_generational.samplers import store_checked, stores_arrays
 from torchrl_generational.storages import GenerationalStorageMixin
 
 __all__ = ["ConditionalUpdates"]

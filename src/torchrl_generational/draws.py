@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrl_generational.trees import tree_dtype
+from torchrl_generational.trees import array_dtype
 
 __all__ = ["draw"]
-
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 def draw(sampler: Any, num_cells: int, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +48,7 @@ def draw(sampler: Any, num_cells: int, batch_size: int) -> tuple[torch.Tensor, t
         inside = int(cells.max()) < num_cells
         leaf = sums[np.minimum(cells, num_cells - 1)]
     least = sampler._min_tree.query(0, num_cells)
-    ratio = leaf.astype(_NUMPY[tree_dtype(sampler)], copy=False)
+    ratio = leaf.astype(array_dtype(sampler), copy=False)
     return torch.from_numpy(cells), torch.pow(torch.from_numpy(ratio / ratio.dtype.type(least)), -sampler._beta)
 
 
@@ -59,4 +57,5 @@ def _landing(sums: Any, total: float, generator: torch.Generator | None, count: 
     mass = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
     np.subtract(1.0, mass, out=mass)
     mass *= total
-    return sums.scan_lower_bound(mass)
+    cells: np.ndarray[Any, Any] = sums.scan_lower_bound(mass)
+    return cells

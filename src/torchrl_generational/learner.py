@@ -9,11 +9,12 @@ import torch
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.changes import BLOCK
-from torchrl_generational.generations import NEVER_WRITTEN, SlotGenerations
+from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.indexing import cells_in
-from torchrl_generational.leaves import forget
+from torchrl_generational.leaves import forget, most_priority
 from torchrl_generational.priorities import just_within
-from torchrl_generational.samplers import most_priority, store_checked
+from torchrl_generational.samplers import store_checked
+from torchrl_generational.stamps import NEVER_WRITTEN
 from torchrl_generational.trees import tree_dtype
 
 __all__ = ["Follower"]

@@ -10,13 +10,42 @@ import numpy as np
 import torch
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
+from torchrl_generational.arrays import priority_array
 from torchrl_generational.indexing import keep_last
-from torchrl_generational.priorities import just_within, largest_priority
+from torchrl_generational.priorities import as_priority, just_within, largest_priority
 from torchrl_generational.trees import on_cpu, read_leaves, tree_dtype, write_arrays, write_leaves
 
-__all__ = ["forget", "largest_but", "retransform", "store_arrays", "store_default", "store_priorities"]
+__all__ = [
+    "checked_array",
+    "checked_priority",
+    "forget",
+    "largest_but",
+    "most_priority",
+    "retransform",
+    "store_arrays",
+    "store_default",
+    "store_priorities",
+]
 
 _SMALLEST = 1e-30  # a leaf above it is nowhere near what float32 rounds to zero
+
+
+def checked_priority(sampler: Any, priority: Any, *, name: str = "priority") -> torch.Tensor:
+    """``priority`` as values that ``sampler``'s trees can hold; see :func:`as_priority`."""
+    return as_priority(
+        priority, dtype=tree_dtype(sampler), device=sampler.device, most=most_priority(sampler), name=name
+    )
+
+
+def checked_array(sampler: Any, priority: Any) -> tuple[Any, float] | None:
+    """:func:`checked_priority` as an array, and the largest; ``None`` where that takes more than a look at it."""
+    return priority_array(priority, tree_dtype(sampler), most_priority(sampler))
+
+
+def most_priority(sampler: Any) -> float:
+    """The largest priority that ``sampler``'s trees can hold in every slot."""
+    dtype = tree_dtype(sampler)
+    return largest_priority(alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity, dtype=dtype)
 
 
 def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
@@ -70,7 +99,7 @@ def store_default(sampler: PrioritizedSampler, cells: Any) -> None:
     For trees on the CPU, and samplers that do not track the maximum within the buffer.
     """
     dtype = tree_dtype(sampler)
-    leaf = _leaf_of(float(sampler._max_priority[0]), sampler._eps, sampler._alpha, dtype)  # type: ignore[arg-type]
+    leaf = _leaf_of(float(sampler._max_priority[0]), sampler._eps, sampler._alpha, dtype)
     write_arrays(sampler, cells, leaf, positive=_exceeds(_SMALLEST, sampler._eps, sampler._alpha))
 
 

@@ -14,8 +14,8 @@ from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter
 
 from torchrl_generational.counters import SharedCounter
-from torchrl_generational.generations import NEVER_WRITTEN
 from torchrl_generational.protocols import generations_on
+from torchrl_generational.stamps import NEVER_WRITTEN
 from torchrl_generational.writers import named_origin, origin_in, stamps_in, withdraw_handles
 
 __all__ = ["GenerationalTensorDictMaxValueWriter"]

@@ -13,10 +13,10 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 
-from torchrl_generational.generations import NEVER_WRITTEN
 from torchrl_generational.processes import keeps_priorities
 from torchrl_generational.protocols import SupportsGenerations, generations_on
 from torchrl_generational.samplers import GenerationalPrioritizedSampler, check_capacity
+from torchrl_generational.stamps import NEVER_WRITTEN
 from torchrl_generational.storages import GenerationalLazyTensorStorage
 from torchrl_generational.trees import read_leaves
 from torchrl_generational.writers import GenerationalRoundRobinWriter, GenerationalWriterMixin

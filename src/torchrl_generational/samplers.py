@@ -12,21 +12,25 @@ import torch
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_generational.arrays import index_array, priority_array
+from torchrl_generational.arrays import index_array
 from torchrl_generational.draws import draw
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import as_int64, bounds_of, cells_of, rows_of
-from torchrl_generational.leaves import largest_but, retransform, store_arrays, store_default, store_priorities
-from torchrl_generational.priorities import as_priority, largest_priority
+from torchrl_generational.leaves import (
+    checked_array,
+    checked_priority,
+    largest_but,
+    retransform,
+    store_arrays,
+    store_default,
+    store_priorities,
+)
 from torchrl_generational.protocols import generations_on
 from torchrl_generational.trees import TreeState, double_sums, on_cpu, read_leaves, tree_dtype, write_leaves
 
 __all__ = [
     "GenerationalPrioritizedSampler",
     "check_capacity",
-    "checked_array",
-    "checked_priority",
-    "most_priority",
     "store_checked",
     "stores_arrays",
 ]
@@ -53,24 +57,6 @@ def check_capacity(sampler: PrioritizedSampler, storage: Any) -> None:
 def _num_cells(storage: Any) -> int:
     generations = getattr(storage, "generations", None)
     return int(storage.max_size if generations is None else generations.numel())
-
-
-def checked_priority(sampler: Any, priority: Any, *, name: str = "priority") -> torch.Tensor:
-    """``priority`` as values that ``sampler``'s trees can hold; see :func:`as_priority`."""
-    return as_priority(
-        priority, dtype=tree_dtype(sampler), device=sampler.device, most=most_priority(sampler), name=name
-    )
-
-
-def checked_array(sampler: Any, priority: Any) -> tuple[Any, float] | None:
-    """:func:`checked_priority` as an array, and the largest; ``None`` where that takes more than a look at it."""
-    return priority_array(priority, tree_dtype(sampler), most_priority(sampler))
-
-
-def most_priority(sampler: Any) -> float:
-    """The largest priority that ``sampler``'s trees can hold in every slot."""
-    dtype = tree_dtype(sampler)
-    return largest_priority(alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity, dtype=dtype)
 
 
 def _as_exponent(name: str, value: Any) -> float:
@@ -224,8 +210,8 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         if storage is None or storage.ndim == 1:
             limit = self._max_capacity if storage is None else min(len(storage), self._max_capacity)
             array = index_array(index, limit) if on_cpu(self) and not torch.compiler.is_compiling() else None
-            checked = checked_array(self, priority) if array is not None and array.ndim == 1 else None
-            if checked is not None and checked[0].shape == array.shape:
+            checked = None if array is None else checked_array(self, priority)
+            if array is not None and checked is not None and array.ndim == 1 and checked[0].shape == array.shape:
                 store_arrays(self, array, *checked)
                 return
         if storage is not None and storage.ndim > 1:
@@ -251,8 +237,11 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         """Gives the records at ``index`` the default priority, leaving out slots that ``storage`` has not reached."""
         if storage is not None and self._takes_defaults(storage):
             limit = len(storage)
-            array = index if type(index) is int and 0 <= index < limit else index_array(index, limit)
-            if type(array) is int or (array is not None and array.ndim == 1):
+            if type(index) is int and 0 <= index < limit:
+                store_default(self, index)
+                return
+            array = index_array(index, limit)
+            if array is not None and array.ndim == 1:
                 store_default(self, array)
                 return
         cells = as_int64("index", index, self.device)

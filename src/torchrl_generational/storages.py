@@ -26,7 +26,7 @@ from torchrl_generational import records
 from torchrl_generational.arrays import index_array
 from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.incoming import last_of_each, names_rows, refuse_misfits, select, without_handles
-from torchrl_generational.indexing import as_count, as_rows, bounds_of, rows_written
+from torchrl_generational.indexing import as_count, as_rows, rows_written
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
 from torchrl_generational.sharing import SharableStorage
@@ -184,10 +184,11 @@ class GenerationalStorageMixin(SharableStorage):
             rows = index_array(index, length)
             return index if rows is not None and rows.ndim == 1 else None
         space = (int(self._len_along_dim0), *self._total_shape[1:])
-        parts = [index_array(part, size) for part, size in zip(index, space, strict=True)]
-        if any(part is None or part.ndim != 1 or part.shape != parts[0].shape for part in parts):
+        found = [index_array(part, size) for part, size in zip(index, space, strict=True)]
+        parts = [part for part in found if part is not None and part.ndim == 1]
+        if len(parts) < ndim or len({part.shape for part in parts}) > 1:
             return None
-        return torch.from_numpy(np.ravel_multi_index(tuple(parts), space))
+        return torch.from_numpy(np.ravel_multi_index(parts, space))
 
     def _apply_conditional_patch(self, index: torch.Tensor, patch: Any) -> None:
         rows = index[:, 0] if index.ndim > 1 else index

@@ -13,13 +13,15 @@ from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Compose
 
-from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
+from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import keep_last
+from torchrl_generational.leaves import checked_priority
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.processes import keeps_priorities
 from torchrl_generational.records import attach, entries_of, select, shallow
 from torchrl_generational.result import UpdateResult
-from torchrl_generational.samplers import GenerationalPrioritizedSampler, checked_priority
+from torchrl_generational.samplers import GenerationalPrioritizedSampler
+from torchrl_generational.stamps import NEVER_WRITTEN
 from torchrl_generational.writers import GenerationalTensorDictRoundRobinWriter, GenerationalWriterMixin
 
 __all__ = ["GenerationalTensorDictReplayBufferMixin"]

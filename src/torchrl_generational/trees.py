@@ -12,7 +12,16 @@ from tensordict import MemoryMappedTensor
 from torchrl._torchrl import SumSegmentTreeFp32, SumSegmentTreeFp64
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
-__all__ = ["TreeState", "double_sums", "on_cpu", "read_leaves", "tree_dtype", "write_arrays", "write_leaves"]
+__all__ = [
+    "TreeState",
+    "array_dtype",
+    "double_sums",
+    "on_cpu",
+    "read_leaves",
+    "tree_dtype",
+    "write_arrays",
+    "write_leaves",
+]
 
 _ON_CPU = (SumSegmentTreeFp64, SumSegmentTreeFp32)
 
@@ -22,8 +31,13 @@ def tree_dtype(sampler: Any) -> torch.dtype:
     return torch.float64 if sampler.dtype in (torch.float64, torch.DoubleTensor) else torch.float32
 
 
+def array_dtype(sampler: Any) -> type[np.floating[Any]]:
+    """:func:`tree_dtype` as NumPy's."""
+    return np.float64 if tree_dtype(sampler) is torch.float64 else np.float32
+
+
 def on_cpu(sampler: Any) -> bool:
-    """Whether a sampler's trees are those of the CPU, which NumPy reads and writes (asking for their device is slow)."""
+    """Whether a sampler's trees are those of the CPU, which NumPy reads and writes. O(1), as their device is not."""
     return type(sampler._sum_tree) in _ON_CPU
 
 
@@ -144,7 +158,8 @@ class TreeState:
         """Writes TorchRL's three files."""
         path.mkdir(exist_ok=True)
         for name, leaves in (("sumtree.memmap", self.sums), ("mintree.memmap", self.minima)):
-            MemoryMappedTensor.from_tensor(leaves.double().cpu(), filename=path / name, existsok=True)
+            saved = MemoryMappedTensor.empty(leaves.shape, dtype=torch.float64, filename=path / name, existsok=True)
+            saved.copy_(leaves)
         metadata = self.numbers | {"_max_priority": list(self.maximum), "_max_capacity": self.sums.numel()}
         (path / "sampler_metadata.json").write_text(json.dumps(metadata))
 
@@ -168,20 +183,21 @@ class TreeState:
         exponents = [self.numbers[name] for name in ("_alpha", "_beta", "_eps")]
         if not all(0 <= number < float("inf") for number in exponents):
             raise ValueError(f"The checkpoint has alpha, beta and eps {exponents}: they must be finite and >= 0.")
-        if self.sums.numel() and not (
-            self.sums.min() >= 0 and self.sums.max() < float("inf") and self.minima.min() >= 0
-        ):
-            raise ValueError("The checkpoint holds priorities that are NaN, infinite or negative: it is damaged.")
         dtype = tree_dtype(sampler)
-        leaf = self.sums.as_subclass(torch.Tensor).to(dtype)
         most = torch.finfo(dtype).max
-        vanishing = bool(((leaf == 0) & (self.sums > 0)).any())
-        if leaf.numel() and (leaf.max() > most / leaf.numel() or vanishing or not 0 <= (self.maximum[0] or 0.0) < most):
+        # arrays and few passes: this is most of what loading a large buffer takes
+        sums, minima = (leaves.as_subclass(torch.Tensor).cpu().numpy() for leaves in (self.sums, self.minima))
+        highest = float(sums.max()) if len(sums) else 0.0
+        if len(sums) and not (sums.min() >= 0 and highest < np.inf and minima.min() >= 0):
+            raise ValueError("The checkpoint holds priorities that are NaN, infinite or negative: it is damaged.")
+        with np.errstate(over="ignore"):
+            vanishing = np.count_nonzero(sums.astype(array_dtype(sampler), copy=False)) < np.count_nonzero(sums)
+        if len(sums) and (highest > most / len(sums) or vanishing or not 0 <= (self.maximum[0] or 0.0) < most):
             raise ValueError(
                 f"The checkpoint holds priorities that {dtype} cannot hold: it is damaged, or was saved from a sampler "
                 "with dtype=torch.float64. Load it into one like that."
             )
-        if bool(((self.sums > 0) & (self.sums != self.minima)).any()):
+        if not ((sums == minima) | (sums == 0)).all():
             raise ValueError("The two priority trees of the checkpoint do not belong together: it is damaged.")
 
     def restore(self, sampler: Any) -> None:

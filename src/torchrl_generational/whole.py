@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers.samplers import SliceSampler
 
-from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
+from torchrl_generational.generations import GENERATION_KEY
+from torchrl_generational.stamps import NEVER_WRITTEN
 
 __all__ = ["rows_drawn_together", "whole_records"]
 

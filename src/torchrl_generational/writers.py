@@ -14,11 +14,12 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
 from torchrl_generational.counters import SharedCounter
-from torchrl_generational.generations import GENERATION_KEY, NEVER_WRITTEN
+from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import rows_written
 from torchrl_generational.process_locks import renew_in_forked_children
 from torchrl_generational.protocols import generations_on
 from torchrl_generational.records import attach, entries_of
+from torchrl_generational.stamps import NEVER_WRITTEN
 from torchrl_generational.storages import GenerationalStorageMixin
 
 __all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
@@ -45,6 +46,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
     _pending_generation: torch.Tensor | None  # TorchRL's: stamps loaded while there is no storage
     _origin: dict[str, int]  # where the stamps being loaded come from; empty for TorchRL's checkpoints
+    _plain_records: tuple[type, ...] = (TensorDict, torch.Tensor)  # what is written without TorchRL's help
     _standing: Any = None  # the counters while others stand in for them; guarded by the storage's lock
     # TorchRL's counters; guarded by the same lock
     _cursor: int
@@ -193,7 +195,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
             self._cursor_value, self._write_count_value = self._standing
             self._standing = None
 
-    def _write_run(self, data: TensorDict) -> torch.Tensor:
+    def _write_run(self, data: Any) -> torch.Tensor:
         """Writes plain records to the next slots of a storage of one dimension, and returns those. Lock held."""
         storage = self._storage
         start, rows = self._cursor, storage.max_size
@@ -206,7 +208,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         self._moved_to(stop % rows, data.shape[0], index)
         return index
 
-    def _write_one(self, data: TensorDict) -> int:
+    def _write_one(self, data: Any) -> int:
         """Writes a plain record to the next slot of a storage of one dimension, and returns that. Lock held."""
         storage, row = self._storage, self._cursor
         self._tell(data, torch.tensor(row))
@@ -221,13 +223,13 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         for entity in self._storage._attached_entities:
             entity.mark_update(index)
 
-    def _tell(self, data: TensorDict, index: torch.Tensor) -> None:
+    def _tell(self, data: Any, index: torch.Tensor) -> None:
         """Tells the data which slots it goes to."""
 
     def _is_run(self, data: Any, ndim: int = 1) -> bool:
         return (
-            type(data) is TensorDict
-            and data.ndim == ndim
+            type(data) in self._plain_records
+            and (data.ndim == ndim if type(data) is TensorDict else data.ndim >= ndim)
             and (ndim == 0 or data.shape[0] > 0)
             and data.device in _CPU
             and isinstance(self._storage, GenerationalStorageMixin)
@@ -277,6 +279,8 @@ class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDict
         >>> writer.generations_of(index)
         tensor([0, 0, 0])
     """
+
+    _plain_records = (TensorDict,)
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Writes one record and returns its index, which also becomes the data's ``index`` entry."""
