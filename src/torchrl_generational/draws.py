@@ -49,7 +49,9 @@ def draw(sampler: Any, num_cells: int, batch_size: int) -> tuple[torch.Tensor, t
         leaf = sums[np.minimum(cells, num_cells - 1)]
     least = sampler._min_tree.query(0, num_cells)
     ratio = leaf.astype(array_dtype(sampler), copy=False)
-    return torch.from_numpy(cells), torch.pow(torch.from_numpy(ratio / ratio.dtype.type(least)), -sampler._beta)
+    with np.errstate(over="ignore"):  # a weight of zero then
+        ratio = ratio / ratio.dtype.type(least)
+    return torch.from_numpy(cells), torch.pow(torch.from_numpy(ratio), -sampler._beta)
 
 
 def _landing(sums: Any, total: float, generator: torch.Generator | None, count: int) -> np.ndarray[Any, Any]:

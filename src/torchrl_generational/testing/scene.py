@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers.storages import TensorStorage
 
 from torchrl_generational import records
-from torchrl_generational.generations import NEVER_WRITTEN
+from torchrl_generational.stamps import NEVER_WRITTEN
 from torchrl_generational.testing.sequencer import Sequencer
 
 __all__ = ["BufferScene"]

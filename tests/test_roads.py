@@ -1,0 +1,223 @@
+"""The short roads of the CPU and the general ones lead to the same place, bit for bit.
+
+Every program of random calls runs twice: as it is, and with all short roads closed.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from support import records, sampler_state
+from tensordict import TensorDict
+from torchrl.data import PrioritizedSampler
+
+import torchrl_generational as g
+from torchrl_generational import conditional, samplers, storages, tensordict_mixin, writers
+from torchrl_generational import records as fast
+
+SLOTS = 12
+
+
+def close_short_roads(monkeypatch):
+    def closed(*args, **kwargs):
+        return None
+
+    for module in (conditional, samplers, storages):
+        monkeypatch.setattr(module, "index_array", closed)
+    monkeypatch.setattr(fast, "matched", closed)
+    monkeypatch.setattr(fast, "select", closed)
+    monkeypatch.setattr(writers.GenerationalWriterMixin, "_is_run", lambda self, data, ndim=1: False)
+    monkeypatch.setattr(samplers.GenerationalPrioritizedSampler, "_takes_defaults", lambda self, storage: False)
+    monkeypatch.setattr(
+        tensordict_mixin.GenerationalTensorDictReplayBufferMixin, "_samples_are_plain", lambda self: False
+    )
+
+
+def sampler_of(kind: str):
+    kinds = {
+        "usual": lambda: g.GenerationalPrioritizedSampler(SLOTS, 0.7, 0.5),
+        "float64": lambda: g.GenerationalPrioritizedSampler(SLOTS, 0.7, 0.5, dtype=torch.float64),
+        "no eps": lambda: g.GenerationalPrioritizedSampler(SLOTS, 1.0, 1.0, eps=0.0),
+        "steep": lambda: g.GenerationalPrioritizedSampler(SLOTS, 5.0, 0.5),  # eps ** alpha is no float32
+        "flat": lambda: g.GenerationalPrioritizedSampler(SLOTS, 0.0, 0.5),
+        "maximum within": lambda: g.GenerationalPrioritizedSampler(SLOTS, 0.7, 0.5, max_priority_within_buffer=True),
+        "of TorchRL": lambda: PrioritizedSampler(SLOTS, 0.7, 0.5),
+    }
+    return kinds[kind]()
+
+
+KINDS = ["usual", "float64", "no eps", "steep", "flat", "maximum within", "of TorchRL"]
+
+
+class Program:
+    """A random program for one buffer; the same seed gives the same calls."""
+
+    def __init__(self, seed: int, kind: str) -> None:
+        self.random = random.Random(seed)
+        self.numbers = torch.Generator().manual_seed(seed)
+        self.written = 0
+        self.gives_priorities = seed % 2 == 1
+        self.rb = g.GenerationalTensorDictReplayBuffer(
+            storage=g.GenerationalLazyTensorStorage(SLOTS),
+            sampler=sampler_of(kind),
+            batch_size=6,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self.handles = []  # of all samples so far
+
+    def records(self, count: int) -> TensorDict:
+        data = records(count, self.written, y=torch.rand(count, 2, generator=self.numbers))
+        self.written += count
+        if self.gives_priorities:
+            data["td_error"] = self.priorities((count,))
+        return data
+
+    def priorities(self, shape) -> torch.Tensor:
+        values = torch.rand(shape, generator=self.numbers) * self.random.choice([1.0, 10.0])
+        if self.random.random() < 0.3:
+            values = values * (values > 0.5)  # some are zero, and must not be drawn without eps
+        return values
+
+    def extend(self):
+        return self.rb.extend(self.records(self.random.randint(1, SLOTS + 3))).tolist()
+
+    def add(self):
+        return int(self.rb.add(self.records(1)[0]))
+
+    def sample(self):
+        if not self.rb.sampler._sum_tree.query(0, len(self.rb)) > 0:
+            return None
+        sample = self.rb.sample()
+        self.handles.append((sample["index"], sample["index_generation"]))
+        return {key: value.tolist() for key, value in sorted(sample.items())}
+
+    def update(self):
+        count = self.random.randint(1, 9)
+        index = torch.randint(len(self.rb), (count,), generator=self.numbers)
+        self.rb.update_priority(index, self.priorities((count,)))
+
+    def update_if_present(self):
+        index, generation = self.random.choice(self.handles)
+        shape = self.random.choice([(6,), (3, 2), (6, 1), "strided"])
+        if shape == "strided":
+            index, generation = (torch.stack([part, part], -1)[:, 0] for part in (index, generation))
+            shape = (6,)
+        elif shape == (3, 2):
+            index, generation = index.reshape(shape), generation.reshape(shape)
+        result = self.rb.update_priority_if_present(
+            index=index, generation=generation, priority=self.priorities(shape).to(self.rb.sampler.dtype)
+        )
+        return result.updated_mask.tolist()
+
+    def update_sample_if_present(self):
+        index, generation = self.random.choice(self.handles)
+        entries = {"index": index, "index_generation": generation, "td_error": self.priorities((6, 1))}
+        return self.rb.update_tensordict_priority_if_present(TensorDict(entries, [6])).updated_mask.tolist()
+
+    def mark(self):
+        self.rb.mark_update(torch.randint(len(self.rb), (3,), generator=self.numbers))
+
+    def put(self):
+        self.rb[self.random.randrange(len(self.rb))] = self.records(1)[0].set("index", 0)
+
+    def state(self):
+        rb = self.rb
+        shown = {key: value.tolist() for key, value in rb[:].items()}  # beyond the length lies anything
+        counts = len(rb), rb.write_count, rb.writer._cursor, rb.stats()["conditional_stale"]
+        return sampler_state(rb), rb.storage.generations.tolist(), shown, counts
+
+    def run(self, calls: int):
+        """What every call returns, and the buffer after it."""
+        self.extend()
+        steps = [self.extend, self.add, self.sample, self.update, self.mark, self.put]
+        told = []
+        for _ in range(calls):
+            conditional_steps = [self.update_if_present, self.update_sample_if_present] * 2 if self.handles else []
+            step = self.random.choice(steps + conditional_steps)
+            told.append((step.__name__, step(), self.state()))
+        return told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_program_ends_the_same_with_the_short_roads_open_and_closed(seed, kind, monkeypatch):
+    short = Program(seed, kind).run(40)
+    with monkeypatch.context() as patch:
+        close_short_roads(patch)
+        general = Program(seed, kind).run(40)
+    for number, (one, other) in enumerate(zip(short, general, strict=True)):
+        assert one == other, f"call {number}"
+
+
+def test_the_short_roads_are_taken_by_what_a_training_loop_does(monkeypatch):
+    """Else the test above compares the general roads with themselves."""
+    taken = set()
+
+    def watched(module, name):
+        original = getattr(module, name)
+
+        def call(*args, **kwargs):
+            result = original(*args, **kwargs)
+            if result is not None and result is not False:
+                taken.add(name)
+            return result
+
+        monkeypatch.setattr(module, name, call)
+
+    watched(conditional.ConditionalUpdates, "_update_arrays")
+    watched(tensordict_mixin.GenerationalTensorDictReplayBufferMixin, "_update_entries")
+    watched(tensordict_mixin.GenerationalTensorDictReplayBufferMixin, "_sample_plainly")
+    watched(writers.GenerationalWriterMixin, "_is_run")
+    watched(samplers.GenerationalPrioritizedSampler, "_takes_defaults")
+    watched(fast, "matched")
+    rb = Program(0, "usual").rb
+    for start in (0, 10, 20):
+        rb.extend(records(10, start))
+    rb.add(records(1)[0])
+    sample = rb.sample()
+    rb.update_priority_if_present(index=sample["index"], generation=sample["index_generation"], priority=torch.rand(6))
+    sample["td_error"] = torch.rand(6)
+    rb.update_tensordict_priority_if_present(sample)
+    assert taken == {"_update_arrays", "_update_entries", "_sample_plainly", "_is_run", "_takes_defaults", "matched"}
+
+
+def test_the_place_of_the_maximum_is_no_view_of_the_callers_index():
+    rb = Program(0, "maximum within").rb
+    rb.extend(records(SLOTS))
+    index = torch.arange(4)
+    rb.update_priority(index, torch.tensor([1.0, 2.0, 9.0, 1.0]))
+    index.zero_()
+    assert int(rb.sampler._max_priority[1]) == 2
+
+
+@pytest.mark.parametrize("rows", [3, slice(2, 5)])
+@pytest.mark.parametrize("restored", [False, True])
+def test_runs_are_stamped_like_single_rows(rows, restored):
+    one, other = g.generations.SlotGenerations(6), g.generations.SlotGenerations(6)
+    for generations in (one, other):
+        generations.advance(torch.tensor([2, 2, 3]))
+        if restored:
+            generations._state[-1] = 5 << 32  # a later incarnation
+    one.advance(rows)
+    other.advance(torch.arange(6)[rows].reshape(-1))
+    assert one.values.tolist() == other.values.tolist()
+
+
+def test_arrays_refuse_what_takes_a_conversion():
+    from torchrl_generational.arrays import index_array, priority_array
+
+    assert index_array(torch.tensor([0, 4]), 5).tolist() == [0, 4]
+    for index in (torch.tensor([5]), torch.tensor([-1]), torch.tensor([1], dtype=torch.int32), torch.tensor(1), [1], 1):
+        assert index_array(index, 5) is None
+    assert index_array(torch.tensor([], dtype=torch.int64), 5) is None
+    values, highest = priority_array(torch.tensor([0.0, 2.0]), torch.float32, 3.0)
+    assert (values.tolist(), highest) == ([0.0, 2.0], 2.0)
+    assert priority_array(torch.tensor([-0.0]), torch.float32, 3.0) is not None
+    for bad in (-1.0, np.nan, np.inf, 4.0):
+        assert priority_array(torch.tensor([1.0, bad]), torch.float32, 3.0) is None
+    assert priority_array(torch.tensor([np.inf]), torch.float32, np.inf) is None
+    for other in (torch.tensor([1.0], dtype=torch.float64), torch.tensor([1]), [1.0], torch.tensor([])):
+        assert priority_array(other, torch.float32, 3.0) is None
