@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torchrl.data import PrioritizedSampler
 
 import torchrl_generational as g
-from torchrl_generational import conditional, samplers, storages, tensordict_mixin, writers
+from torchrl_generational import conditional, draws, samplers, storages, tensordict_mixin, writers
 from torchrl_generational import records as fast
 
 SLOTS = 12
@@ -185,12 +185,54 @@ def test_the_short_roads_are_taken_by_what_a_training_loop_does(monkeypatch):
 
 
 def test_the_place_of_the_maximum_is_no_view_of_the_callers_index():
-    rb = Program(0, "maximum within").rb
+    rb = Program(0, "usual").rb
     rb.extend(records(SLOTS))
     index = torch.arange(4)
     rb.update_priority(index, torch.tensor([1.0, 2.0, 9.0, 1.0]))
     index.zero_()
     assert int(rb.sampler._max_priority[1]) == 2
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_is_no_record_is_stale_whatever_stamp_comes_with_it(closed, monkeypatch):
+    rb = Program(0, "usual").rb
+    rb.extend(records(8))
+    rb.storage.abandon(torch.tensor([2]))  # its last write did not end
+    torn = torch.tensor([2])
+    if closed:
+        close_short_roads(monkeypatch)
+
+    def updated(index):
+        return rb.update_priority_if_present(
+            index=index, generation=rb.storage.generations[index].clone(), priority=torch.full(index.shape, 5.0)
+        ).num_updated
+
+    assert updated(torn) == 0
+    assert updated(torch.tensor([10])) == 0  # never written
+    assert updated(torch.tensor([1, 2, 3])) == 2
+    rb.empty()
+    rb.extend(records(3))
+    assert updated(torch.tensor([1, 5])) == 1  # 5 held a record once, and its stamp is one that a record can have
+
+
+@pytest.mark.parametrize("wrong", [[SLOTS], [4], [SLOTS, 4]], ids=["beyond", "zero", "both"])
+def test_a_mass_that_rounding_carries_onto_no_record_is_drawn_again(wrong, monkeypatch):
+    rb = Program(0, "no eps").rb
+    rb.extend(records(SLOTS))
+    rb.update_priority(torch.tensor([4]), torch.tensor([0.0]))
+    landing, landings = draws._landing, []
+
+    def beyond(sums, total, generator, count):
+        landings.append(count)
+        cells = landing(sums, total, generator, count)
+        if len(landings) < 3:
+            cells[: len(wrong)] = wrong
+        return cells
+
+    monkeypatch.setattr(draws, "_landing", beyond)
+    sample = rb.sample()
+    assert landings == [6, len(wrong), len(wrong)]
+    assert set(sample["index"].tolist()) <= set(range(SLOTS)) - {4}
 
 
 @pytest.mark.parametrize("rows", [3, slice(2, 5)])
