@@ -6,11 +6,9 @@ import os
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
 
-import platform
-
 import pytest
-import torch
-import torchrl
+
+from benchmarks.machine import machine, versions
 
 RATIOS = pytest.StashKey[list[tuple[str, float, float, float]]]()
 
@@ -30,7 +28,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"{'operation and slots':56}{'ours':>9}{'stock':>9}{'ratio':>8}")
     for name, ours, stock, ratio in rows:
         terminalreporter.write_line(f"{name:56}{ours:9.1f}{stock:9.1f}{ratio:8.2f}")
-    terminalreporter.write_line(
-        f"torch {torch.__version__}, torchrl {torchrl.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
-    )
+    host = machine()
+    packages = ", ".join(f"{name} {version}" for name, version in versions(("torch", "torchrl")).items())
+    terminalreporter.write_line(f"{packages}, {host['cores']} cores, {host['torch_threads']} torch threads")

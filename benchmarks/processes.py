@@ -8,19 +8,20 @@ over rounds, and so are the ratios to TorchRL, each taken within one round.
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
+if not __package__:  # run as a script: the package it is part of lies one folder up
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import argparse
 import contextlib
 import importlib
-import importlib.metadata
 import json
 import multiprocessing
-import platform
 import signal
 import statistics
-import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -28,19 +29,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
-from workload import ALPHA, BETA, transitions
 
+from benchmarks.machine import NOT_INSTALLED, versions
+from benchmarks.workload import ALPHA, BETA, arrays, fill_sizes, transitions
 from torchrl_generational import GenerationalLazyTensorStorage, GenerationalTensorDictPrioritizedReplayBuffer
 
 BATCHES = 16  # that a writer, and a learner, goes through again and again
-FILL_BATCH = 10_000
 START_S, STOP_S = 120, 10  # how long writers may take to get ready, and to stop
 WAIT, GO, STOP = range(3)
 COLUMNS = ("written", "samples", "updates")
@@ -208,17 +208,7 @@ class Cpprb(Contender):
 
 
 CONTENDERS: list[type[Contender]] = [Ours, TorchRL, Cpprb]
-
-
-def fill_sizes(capacity: int) -> Iterator[int]:
-    """Sizes of the batches that fill a ring."""
-    return (min(FILL_BATCH, capacity - start) for start in range(0, capacity, FILL_BATCH))
-
-
-def arrays(size: int) -> dict[str, np.ndarray]:
-    """The fields of `transitions` for a buffer without nesting."""
-    flat = transitions(size).flatten_keys("_")
-    return {key: entry.numpy() for key, entry in flat.items()}
+PACKAGES = ("torch", "tensordict", *(kind.package for kind in CONTENDERS))
 
 
 def write_until_stopped(contender: Contender, writer: int, counts: Any, flag: Any) -> None:
@@ -337,17 +327,6 @@ def figures(rounds: Sequence[Rates], torchrl: Sequence[Rates | None]) -> str:
     return cells + (f"{statistics.median(stales):9.3%}" if stales else f"{'-':>9}")
 
 
-def versions() -> dict[str, str]:
-    """Versions of all that takes part, `not installed` where it does not."""
-    found = {"Python": platform.python_version()}
-    for package in ("torch", "tensordict", *(kind.package for kind in CONTENDERS)):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="that each contender runs in a round")
@@ -365,8 +344,8 @@ def main() -> int:
     args = arguments()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    setup, installed = Setup(args.capacity, args.batch, args.start_method), versions()
-    contenders = [kind for kind in CONTENDERS if installed[kind.package] != "not installed"]
+    setup, installed = Setup(args.capacity, args.batch, args.start_method), versions(PACKAGES)
+    contenders = [kind for kind in CONTENDERS if installed[kind.package] != NOT_INSTALLED]
     failures: dict[tuple[str, int], str] = {}
     results: dict[tuple[str, int], list[Rates | None]] = {}
     for writers in args.writers:

@@ -25,6 +25,10 @@ KINDS = {
     "tensordict": lambda **kw: g.GenerationalTensorDictReplayBuffer(
         sampler=g.GenerationalPrioritizedSampler(8, 0.7, 0.5), **kw
     ),
+    "slices of tensordict": lambda **kw: g.GenerationalTensorDictReplayBuffer(
+        sampler=g.GenerationalPrioritizedSliceSampler(8, 0.7, 0.5, slice_len=1, end_key="x"),
+        **kw,
+    ),
     "prioritized": lambda **kw: g.GenerationalPrioritizedReplayBuffer(alpha=0.7, beta=0.5, **kw),
     "tensordict prioritized": lambda **kw: g.GenerationalTensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, **kw),
 }
@@ -134,13 +138,12 @@ def test_nothing_is_listed_that_no_buffer_has():
     assert (ACTS.keys() | HARMLESS.keys()) - existing <= {"__del__", "__subclasshook__", "__class_getitem__"}
 
 
-def test_every_setting_of_the_sampler_is_covered():
+@pytest.mark.parametrize("kind", [g.GenerationalPrioritizedSampler, g.GenerationalPrioritizedSliceSampler])
+def test_every_setting_of_the_sampler_is_covered(kind):
     settings = {
         name
-        for name in dir(g.GenerationalPrioritizedSampler)
-        if isinstance(value := getattr(g.GenerationalPrioritizedSampler, name), property)
-        and value.fset is not None
-        and not name.startswith("_")
+        for name in dir(kind)
+        if isinstance(value := getattr(kind, name), property) and value.fset is not None and not name.startswith("_")
     }
     assert settings == {"alpha", "beta"}
 

@@ -747,6 +747,10 @@ def test_the_trees_grow_where_a_storage_rounds_its_capacity_up_to_whole_rows():
     assert sample["index"].shape == (8, 2)
     sample["td_error"] = torch.ones(8)
     assert rb.update_tensordict_priority_if_present(sample).num_stale == 0
+    late = made(max_capacity=8, slice_len=2, traj_key="x")
+    late.update_priority(torch.arange(8), 1.0)  # as a buffer does that does not know of the storage yet
+    late.sample(rb.storage, 8)
+    assert late.max_size == 9
 
 
 # ------------------------------------------------------------------ refusals

@@ -16,12 +16,16 @@ from torchrl.data import (
     LazyTensorStorage,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     ReplayBuffer,
     RoundRobinWriter,
+    SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
 )
+
+import torchrl_generational as g
 
 
 def relies(condition: bool, on: str, used_in: str) -> None:
@@ -49,6 +53,8 @@ def relies(condition: bool, on: str, used_in: str) -> None:
             "samplers",
         ),
         (PrioritizedSampler, ["_STATE_SCHEMA_VERSION"], "trees"),
+        (SliceSampler, ["_adjusted_batch_size", "_resolve_traj_key", "_used_traj_key", "_sampleable_count"], "slices"),
+        (LazyTensorStorage, ["_is_full", "_last_cursor_index"], "boundaries"),
         (
             ReplayBuffer,
             [
@@ -66,6 +72,31 @@ def relies(condition: bool, on: str, used_in: str) -> None:
 def test_the_hooks_that_are_overridden_or_called_exist(owner, names, used_in):
     for name in names:
         relies(hasattr(owner, name), f"{owner.__name__}.{name}", used_in)
+
+
+def test_a_slice_sampler_remembers_where_trajectories_end_under_the_names_used_here():
+    sampler = PrioritizedSliceSampler(4, 0.7, 0.5, slice_len=2, ends=torch.tensor([[0], [1]]).bool(), cache_values=True)
+    relies("static-stop-and-length" in sampler._cache, "_cache['static-stop-and-length']", "slices")
+    sampler = PrioritizedSliceSampler(4, 0.7, 0.5, slice_len=2)
+    for name in ("_fetch_traj", "_traj_key_auto"):
+        relies(hasattr(sampler, name), f"SliceSampler.{name}", "slices")
+
+
+def test_the_arguments_of_the_slice_sampler_have_the_order_and_defaults_used_here():
+    theirs = inspect.signature(PrioritizedSliceSampler.__init__)
+    ours = inspect.signature(g.GenerationalPrioritizedSliceSampler.__init__)
+    wanted, found = ([(p.name, p.kind, p.default) for p in s.parameters.values()] for s in (theirs, ours))
+    relies(wanted == found, f"the arguments {found} of PrioritizedSliceSampler, but {wanted}", "slices")
+
+
+def test_a_plain_tensordict_keeps_its_entries_in_a_dict():
+    data = TensorDict({"x": torch.zeros(2), "nested": {"y": torch.zeros(2)}}, [2])
+    kept = getattr(data, "_tensordict", None)
+    relies(isinstance(kept, dict) and set(kept) == {"x", "nested"}, "TensorDict._tensordict (of tensordict)", "records")
+    relies(type(kept["nested"]) is TensorDict, "nested TensorDicts in TensorDict._tensordict", "records")
+    relies(hasattr(data, "_td_dim_names"), "TensorDict._td_dim_names (of tensordict)", "records")
+    made = TensorDict._new_unsafe(source=dict(kept), batch_size=data.batch_size, device=None, names=None, nested=False)
+    relies(made["nested", "y"] is data["nested", "y"], "TensorDict._new_unsafe (of tensordict)", "records")
 
 
 def test_a_buffer_keeps_its_parts_under_the_names_used_here():

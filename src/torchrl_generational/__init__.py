@@ -13,6 +13,7 @@ from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.protocols import SupportsGenerations, TracksGenerations
 from torchrl_generational.result import UpdateResult
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
+from torchrl_generational.slices import GenerationalPrioritizedSliceSampler
 from torchrl_generational.storages import (
     GenerationalLazyMemmapStorage,
     GenerationalLazyTensorStorage,
@@ -28,6 +29,7 @@ __all__ = [
     "GenerationalLazyTensorStorage",
     "GenerationalPrioritizedReplayBuffer",
     "GenerationalPrioritizedSampler",
+    "GenerationalPrioritizedSliceSampler",
     "GenerationalReplayBuffer",
     "GenerationalReplayBufferMixin",
     "GenerationalRoundRobinWriter",

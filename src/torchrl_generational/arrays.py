@@ -2,41 +2,65 @@
 
 Each function answers ``None`` for whatever takes a conversion or has a fault; the general road then does the one and
 names the other. So nothing here raises, and nothing here changes anything.
+
+Between two calls of a training loop the caches forget these lines, and every other operation is one more miss. So a
+tensor is asked for nothing but its array, and one reduction checks what two or three would.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["index_array", "priority_array"]
+__all__ = ["array_of", "index_array", "priority_array"]
 
-_Cells = np.ndarray[Any, np.dtype[np.int64]]
+_Array = np.ndarray[Any, Any]
+
+_INT64 = np.dtype(np.int64)
+#: For each dtype of priorities the unsigned numbers of its size, and infinity read as one of those.
+_BITS: dict[Any, tuple[Any, int]] = {
+    np.dtype(number): (bits, int(np.array(np.inf, number).view(bits)))
+    for number, bits in ((np.float32, np.uint32), (np.float64, np.uint64))
+}
+_largest = np.maximum.reduce
 
 
-def index_array(index: Any, limit: int) -> _Cells | None:
-    """An int64 tensor within ``[0, limit)`` as an array of its shape, without a copy; not for an empty one."""
-    if type(index) is not torch.Tensor or index.dtype is not torch.int64 or not index.is_cpu or not index.numel():
+def array_of(tensor: Any) -> _Array | None:
+    """A tensor of the CPU as an array, without a copy; ``None`` for anything else."""
+    if type(tensor) is not torch.Tensor:
         return None
-    cells = index.numpy()
-    # one reduction for both bounds: as an unsigned number, a negative one is larger than any limit
-    return cells if cells.ndim and int(cells.view(np.uint64).max()) < limit else None
+    try:
+        array: _Array = tensor.numpy()  # refuses an accelerator's, without waiting for it
+    except (TypeError, RuntimeError):
+        return None
+    return array
 
 
-def priority_array(priority: Any, dtype: torch.dtype, most: float) -> tuple[np.ndarray[Any, Any], float] | None:
+def index_array(index: Any, limit: int) -> _Array | None:
+    """An int64 tensor within ``[0, limit)`` as an array of its shape, without a copy; not for an empty one."""
+    cells = array_of(index)
+    if cells is None or cells.dtype != _INT64 or not cells.ndim or not cells.size:
+        return None
+    # as an unsigned number, a negative one is larger than any limit
+    return cells if _largest(cells.view(np.uint64), axis=None) < limit else None
+
+
+def priority_array(priority: Any, dtype: Any, most: float) -> tuple[_Array, float] | None:
     """A tensor of priorities that fit into a tree as an array of its shape, without a copy, and the largest of them.
 
     Args:
         priority: what was handed in.
-        dtype: the tree's dtype.
+        dtype: the tree's, as NumPy's.
         most: the largest priority that fits into the tree.
     """
-    if type(priority) is not torch.Tensor or priority.dtype is not dtype or not priority.is_cpu or not priority.numel():
+    values = array_of(priority)
+    if values is None or values.dtype != dtype or not values.ndim or not values.size:
         return None
-    values = priority.detach().numpy()
-    low, high = float(values.min()), float(values.max())
-    # NaN fails the comparisons
-    return (values, high) if low >= 0 and high <= most and high < math.inf else None
+    # Read as unsigned numbers, floats that are not negative keep their order, infinity and NaN come after them, and
+    # negative ones last.
+    unsigned, infinite = _BITS[values.dtype]
+    bits = _largest(values.view(unsigned), axis=None)
+    highest = float(bits.view(values.dtype))
+    return (values, highest) if bits < infinite and highest <= most else None

@@ -9,7 +9,7 @@ import torch
 from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
-from torchrl_generational.arrays import index_array
+from torchrl_generational.arrays import array_of, index_array
 from torchrl_generational.indexing import as_int64, normalise_handles
 from torchrl_generational.leaves import checked_array, checked_priority, store_arrays
 from torchrl_generational.priorities import match_shape
@@ -115,45 +115,42 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         The same comparison and the same writes as on the general road, without its small tensors. ``None``, and
         nothing has changed, where it does not apply or something is wrong.
         """
-        if type(generation) is not torch.Tensor or generation.dtype is not torch.int64 or not self._initialized:
+        storage = self.__dict__.get("_storage")
+        stamps = array_of(generation)
+        if (
+            stamps is None
+            or stamps.dtype != np.int64
+            or not isinstance(storage, GenerationalStorageMixin)
+            or torch.compiler.is_compiling()
+        ):
             return None
-        with self._exclusive():
-            storage, sampler = self._storage, self._learners_sampler()
-            if (
-                not isinstance(storage, GenerationalStorageMixin)
-                or storage.ndim > 1
-                or not storage.initialized
-                or not isinstance(sampler, PrioritizedSampler)
-                or not stores_arrays(sampler)
-                or torch.compiler.is_compiling()
-            ):
-                return None
+        with storage.lock:
+            sampler = self._learners_sampler() if self._initialized and self._storage is storage else None
             generations = storage.slot_generations
-            rows = index_array(index, generations.num_rows)
-            checked = None if rows is None else checked_array(sampler, priority)
-            if rows is None or checked is None or index.shape != generation.shape:
+            if storage.ndim > 1 or not stores_arrays(sampler):
                 return None
-            live = generations.live_array(rows, generation)
+            if generations.log is not None:
+                self._refuse_elsewhere()
+                self._catch_up()
+            rows = index_array(index, storage._len)
+            checked = None if rows is None else checked_array(sampler, priority)
+            if rows is None or checked is None or rows.shape != stamps.shape:
+                return None
             values, highest = checked
+            live = generations.live_array(rows, stamps)
             if live is None or (values.shape != rows.shape and values.shape != (*rows.shape, 1)):
                 return None
-            if storage.lock.is_shared:
-                self._refuse_elsewhere()
-            self._catch_up()
-            length = len(storage)
-            if length < generations.num_rows:
-                live &= rows < length
+            if values.ndim != 1:
+                values, rows = values.reshape(-1), rows.reshape(-1)
             updated = int(np.count_nonzero(live))
-            if rows.ndim != 1 or values.ndim != 1:
-                values, rows = values.reshape(rows.size), rows.reshape(rows.size)
-            if updated < rows.size:
-                chosen = live.reshape(rows.size)
-                rows, values = rows[chosen], values[chosen]
-            if updated:
+            if updated == len(rows):
                 store_arrays(sampler, rows, values, highest)
-            self._conditional_rows += live.size
+            elif updated:
+                chosen = live.reshape(-1)
+                store_arrays(sampler, rows[chosen], values[chosen], highest)
+            self._conditional_rows += len(rows)
             self._conditional_updated = self._conditional_updated + updated
-            return UpdateResult(torch.from_numpy(live))
+        return UpdateResult(torch.from_numpy(live))
 
     def update_if_present(
         self,

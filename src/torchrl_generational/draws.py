@@ -9,7 +9,7 @@ import torch
 
 from torchrl_generational.trees import array_dtype
 
-__all__ = ["draw"]
+__all__ = ["draw", "weights"]
 
 
 def draw(sampler: Any, num_cells: int, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,11 +47,16 @@ def draw(sampler: Any, num_cells: int, batch_size: int) -> tuple[torch.Tensor, t
         cells[again] = _landing(sums, total, sampler._rng, len(again))
         inside = int(cells.max()) < num_cells
         leaf = sums[np.minimum(cells, num_cells - 1)]
+    return torch.from_numpy(cells), weights(sampler, num_cells, leaf)
+
+
+def weights(sampler: Any, num_cells: int, leaf: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Importance weights of draws that landed on leaves ``[B]``, in the dtype of the priorities; see :func:`draw`."""
     least = sampler._min_tree.query(0, num_cells)
     ratio = leaf.astype(array_dtype(sampler), copy=False)
     with np.errstate(over="ignore"):  # a weight of zero then
         ratio = ratio / ratio.dtype.type(least)
-    return torch.from_numpy(cells), torch.pow(torch.from_numpy(ratio), -sampler._beta)
+    return torch.pow(torch.from_numpy(ratio), -sampler._beta)
 
 
 def _landing(sums: Any, total: float, generator: torch.Generator | None, count: int) -> np.ndarray[Any, Any]:

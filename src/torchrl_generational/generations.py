@@ -157,11 +157,9 @@ class SlotGenerations(WrittenStamps):
             return torch.from_numpy(self._live(rows.numpy(), generation.numpy()))
         return (self._values.index_select(0, rows) == generation).logical_and_(generation >= 0)
 
-    def live_array(self, rows: _Rows, generation: torch.Tensor) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-        """:meth:`live` for an array of rows; ``None`` unless stamps and ``generation`` are on the CPU."""
-        if self._array is None or not generation.is_cpu:
-            return None
-        return self._live(rows, generation.numpy())
+    def live_array(self, rows: _Rows, stamps: _Rows) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+        """:meth:`live` for arrays; ``None`` unless the stamps are on the CPU."""
+        return None if self._array is None else self._live(rows, stamps)
 
     def _live(self, rows: _Rows, stamps: _Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
         live: np.ndarray[Any, np.dtype[np.bool_]] = self._array[rows] == stamps

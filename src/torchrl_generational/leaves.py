@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ __all__ = [
     "store_priorities",
 ]
 
-_SMALLEST = 1e-30  # a leaf above it is nowhere near what float32 rounds to zero
+_SMALLEST = 1e-30  # nowhere near what float32 rounds to zero
 
 
 def checked_priority(sampler: Any, priority: Any, *, name: str = "priority") -> torch.Tensor:
@@ -39,13 +39,36 @@ def checked_priority(sampler: Any, priority: Any, *, name: str = "priority") -> 
 
 def checked_array(sampler: Any, priority: Any) -> tuple[Any, float] | None:
     """:func:`checked_priority` as an array, and the largest; ``None`` where that takes more than a look at it."""
-    return priority_array(priority, tree_dtype(sampler), most_priority(sampler))
+    limits = _limits(sampler._alpha, sampler._eps, sampler._max_capacity, tree_dtype(sampler))
+    return priority_array(priority, limits.dtype, limits.most)
 
 
 def most_priority(sampler: Any) -> float:
     """The largest priority that ``sampler``'s trees can hold in every slot."""
-    dtype = tree_dtype(sampler)
-    return largest_priority(alpha=sampler._alpha, eps=sampler._eps, capacity=sampler._max_capacity, dtype=dtype)
+    return _limits(sampler._alpha, sampler._eps, sampler._max_capacity, tree_dtype(sampler)).most
+
+
+class _Limits(NamedTuple):
+    """What follows from the configuration of a sampler.
+
+    Attributes:
+        most: the largest priority that its trees can hold in every slot.
+        dtype: of its priorities, as NumPy's.
+        eps: in that dtype.
+        positive: whether no leaf is zero, because that of priority zero is nowhere near what rounds to it.
+    """
+
+    most: float
+    dtype: Any
+    eps: Any
+    positive: bool
+
+
+@lru_cache(maxsize=64)
+def _limits(alpha: float, eps: float, capacity: int, dtype: torch.dtype) -> _Limits:
+    array_dtype = np.dtype(np.float64 if dtype is torch.float64 else np.float32)
+    most = largest_priority(alpha=alpha, eps=eps, capacity=capacity, dtype=dtype)
+    return _Limits(most, array_dtype, array_dtype.type(eps), eps > _SMALLEST and eps**alpha > _SMALLEST)
 
 
 def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
@@ -82,11 +105,14 @@ def store_arrays(sampler: PrioritizedSampler, cells: Any, priority: Any, highest
     if highest > _known_maximum(sampler):
         kept = _raise_maximum(sampler, torch.from_numpy(cells), torch.from_numpy(priority))
         cells, priority = (part.numpy() for part in kept)
-    eps, alpha = sampler._eps, sampler._alpha
-    raised = torch.from_numpy(np.asarray(np.add(priority, eps, dtype=priority.dtype)))
+    alpha = sampler._alpha
+    limits = _limits(alpha, sampler._eps, sampler._max_capacity, tree_dtype(sampler))
+    raised = priority + limits.eps
+    if not priority.ndim:
+        raised = np.asarray(raised)
     # torch's power and not NumPy's: they differ in the last bit, and TorchRL takes this one
-    leaf = torch.pow(raised, alpha).numpy()
-    write_arrays(sampler, cells, leaf, positive=_exceeds(_SMALLEST, eps, alpha))
+    leaf = torch.pow(torch.from_numpy(raised), alpha).numpy()
+    write_arrays(sampler, cells, leaf, positive=limits.positive)
     where = sampler._max_priority[1]
     tracked = sampler._max_priority_within_buffer and alpha != 0 and where is not None
     if tracked and bool((cells == int(where)).any()):
@@ -98,9 +124,8 @@ def store_default(sampler: PrioritizedSampler, cells: Any) -> None:
 
     For trees on the CPU, and samplers that do not track the maximum within the buffer.
     """
-    dtype = tree_dtype(sampler)
-    leaf = _leaf_of(float(sampler._max_priority[0]), sampler._eps, sampler._alpha, dtype)
-    write_arrays(sampler, cells, leaf, positive=_exceeds(_SMALLEST, sampler._eps, sampler._alpha))
+    leaf = _leaf_of(float(sampler._max_priority[0]), sampler._eps, sampler._alpha, tree_dtype(sampler))
+    write_arrays(sampler, cells, leaf)
 
 
 @lru_cache(maxsize=64)
@@ -108,11 +133,6 @@ def _leaf_of(priority: float, eps: float, alpha: float, dtype: torch.dtype) -> A
     leaf = torch.pow(torch.tensor(priority, dtype=dtype) + eps, alpha).numpy()
     leaf.flags.writeable = False
     return leaf
-
-
-def _exceeds(bound: float, eps: float, alpha: float) -> bool:
-    """Whether the leaf of a priority of zero, the smallest there is, is larger than ``bound``."""
-    return eps > bound and eps**alpha > bound
 
 
 def _known_maximum(sampler: PrioritizedSampler) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -92,7 +91,6 @@ def match_shape(priority: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     )
 
 
-@lru_cache(maxsize=64)
 def largest_priority(*, alpha: float, eps: float, capacity: int, dtype: torch.dtype) -> float:
     """The largest priority whose leaf ``(priority + eps) ** alpha`` cannot overflow the tree's total.
 

@@ -30,6 +30,7 @@ from torchrl_generational.trees import TreeState, double_sums, on_cpu, read_leav
 
 __all__ = [
     "GenerationalPrioritizedSampler",
+    "as_exponent",
     "check_capacity",
     "store_checked",
     "stores_arrays",
@@ -59,8 +60,8 @@ def _num_cells(storage: Any) -> int:
     return int(storage.max_size if generations is None else generations.numel())
 
 
-def _as_exponent(name: str, value: Any) -> float:
-    """``value`` as Python's float; schedulers and configurations bring NumPy scalars and tensors."""
+def as_exponent(name: str, value: Any) -> float:
+    """``value`` as Python's float, finite and >= 0; schedulers and configurations bring NumPy scalars and tensors."""
     number = float(value)
     if not 0 <= number < math.inf:
         raise ValueError(f"{name} must be greater or equal to 0 and finite, got {name}={number}.")
@@ -75,7 +76,7 @@ def store_checked(sampler: PrioritizedSampler, cells: torch.Tensor, priority: to
 
 def stores_arrays(sampler: Any) -> bool:
     """Whether :func:`~torchrl_generational.leaves.store_arrays` does all that a sampler's ``update_priority`` does."""
-    return _stores_plainly(sampler) and on_cpu(sampler)
+    return isinstance(sampler, PrioritizedSampler) and _stores_plainly(sampler) and on_cpu(sampler)
 
 
 def _stores_plainly(sampler: Any) -> bool:
@@ -138,7 +139,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         max_priority_within_buffer: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        alpha, beta, eps = _as_exponent("alpha", alpha), _as_exponent("beta", beta), _as_exponent("eps", eps)
+        alpha, beta, eps = as_exponent("alpha", alpha), as_exponent("beta", beta), as_exponent("eps", eps)
         super().__init__(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, device)
 
     def _init(self) -> None:
@@ -317,7 +318,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        value = _as_exponent("alpha", value)
+        value = as_exponent("alpha", value)
         with self.lock:
             if value != self._alpha:
                 retransform(self, self._alpha, value)
@@ -331,7 +332,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
 
     @beta.setter
     def beta(self, value: float) -> None:
-        value = _as_exponent("beta", value)
+        value = as_exponent("beta", value)
         with self.lock:
             self._beta = value
 

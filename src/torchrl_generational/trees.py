@@ -37,8 +37,8 @@ def array_dtype(sampler: Any) -> type[np.floating[Any]]:
 
 
 def on_cpu(sampler: Any) -> bool:
-    """Whether a sampler's trees are those of the CPU, which NumPy reads and writes. O(1), as their device is not."""
-    return type(sampler._sum_tree) in _ON_CPU
+    """Whether a sampler's trees are on the CPU, where NumPy reads and writes them."""
+    return type(sampler._sum_tree) in _ON_CPU or bool(sampler.device.type == "cpu")  # asking for a device is slow
 
 
 def double_sums(sampler: Any) -> None:
@@ -78,14 +78,14 @@ def write_arrays(sampler: Any, cells: Any, leaf: Any, *, positive: bool = False)
     """
     least = leaf if positive or leaf.all() else np.where(leaf == 0, np.finfo(leaf.dtype).max, leaf)
     # The trees read arrays as if they were contiguous, and convert other dtypes more slowly than NumPy.
-    if type(cells) is not int:
+    if type(cells) is not int and not cells.flags.c_contiguous:
         cells = np.ascontiguousarray(cells)
     if not leaf.ndim:
         sampler._sum_tree[cells] = float(leaf)
         sampler._min_tree[cells] = float(least)
         return
-    sampler._sum_tree[cells] = np.ascontiguousarray(leaf, dtype=np.float64)
-    sampler._min_tree[cells] = np.ascontiguousarray(least)
+    sampler._sum_tree[cells] = leaf.astype(np.float64, order="C", copy=False)
+    sampler._min_tree[cells] = least if least.flags.c_contiguous else np.ascontiguousarray(least)
 
 
 class TreeState:

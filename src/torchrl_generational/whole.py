@@ -61,7 +61,7 @@ def rows_drawn_together(sampler: Any, sample_unit: Any, batch_size: int) -> int 
         return None
     if not isinstance(sampler, SliceSampler):
         return 1
-    if not sampler.strict_length:
+    if not sampler.strict_length or any(sampler.span):  # slices of several lengths
         return None
     length: int = sampler.slice_len or batch_size // sampler.num_slices
     return length

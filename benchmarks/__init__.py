@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.compare`, `python -m pytest benchmarks`, `python benchmarks/processes.py`."""
