@@ -17,6 +17,7 @@ import json
 import math
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,6 +73,7 @@ class Comparison:
                 self.notes.append(f"skipped: {kind.name} at {capacity:,} ({type(error).__name__}: {error})")
         for operation in OPERATIONS:
             self.measure(operation, capacity, rings, methodcaller("prepare", operation))
+        self.alone(capacity, rings)
         if checkpoints:
             self.checkpoints(capacity, rings)
 
@@ -157,10 +159,23 @@ class Comparison:
             lines.append(label + "".join(cell(found.get(name)) for name in names))
         return "\n".join(lines)
 
+    def alone(self, capacity: int, rings: Mapping[str, Contender]) -> None:
+        """Samples of ours and of stock beside busy cores, each on its own: stock's threads outlive its calls."""
+        calls = 20 * self.effort.repeat
+        for name in (Ours.name, StockOff.name) if self.spinners.count else ():
+            progress(f"sample of {name} alone, {capacity:,} slots")
+            times = self.spinners.alone(rings[name].sample(BATCH), calls)
+            for phase, found in times.items():
+                own = {"median_us": statistics.median(found), "p90_us": statistics.quantiles(found, n=10)[-1]}
+                key = {"operation": "sample, alone", "capacity": capacity, "phase": phase, "contender": name}
+                self.rows.append(key | own | {"ratio": None, "rounds": 1, "calls": calls})
+
     def tails(self) -> list[str]:
         """How much longer a sample takes beside busy cores, at the 90th percentile."""
         found = {
-            (row["capacity"], row["contender"], row["phase"]): row for row in self.rows if row["operation"] == "sample"
+            (row["capacity"], row["contender"], row["phase"]): row
+            for row in self.rows
+            if row["operation"] == "sample, alone"
         }
         lines = []
         for capacity in dict.fromkeys(capacity for capacity, _, phase in found if phase == BUSY):
@@ -169,7 +184,7 @@ class Comparison:
                 for name in (Ours.name, StockOff.name)
             )
             lines.append(
-                f"sample at {capacity:,}, p90 busy / median idle: "
+                f"sample at {capacity:,}, no other contender running, p90 busy / median idle: "
                 + ", ".join(f"{name} {share:.2f}" for name, share in shares)
             )
         return lines
@@ -180,7 +195,8 @@ def cell(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return f"{'-':>10}{'-':>10}{'-':>6}"
     median, p90 = (f"{us:,.0f}" if us >= 1000 else f"{us:.1f}" for us in (row["median_us"], row["p90_us"]))
-    return f"{median:>10}{p90:>10}{row['ratio']:6.2f}"
+    ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    return f"{median:>10}{p90:>10}{ratio:>6}"
 
 
 def checkpoint_place(needed: int) -> Path:

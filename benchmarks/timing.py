@@ -20,6 +20,7 @@ IDLE, BUSY = "idle", "busy"
 WARMUP = 3
 SETTLE_S = 0.02  # for spinning processes to start or stop: they look at their orders several times in that
 LEAST_ROUNDS = 3
+REST_S = 0.5  # in which the threads that torch keeps waiting go to sleep
 
 #: Reads one-letter orders: 1 spins, 0 pauses; ends with its standard input, so with whoever holds the other end.
 SPIN = """
@@ -92,6 +93,16 @@ class Spinners:
             yield
         finally:
             self.order(b"0")
+
+    def alone(self, call: Call, calls: int) -> dict[str, list[float]]:
+        """Phase -> microseconds of each call, with nothing in between and no threads of others left spinning."""
+        times = {}
+        for phase in self.phases:
+            time.sleep(REST_S)
+            timed(call, WARMUP)
+            with self.during(phase):
+                times[phase] = timed(call, calls)
+        return times
 
     def order(self, letter: bytes) -> None:
         """Tells all of them, and waits until they do it."""

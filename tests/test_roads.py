@@ -90,9 +90,15 @@ class Program:
     def sample(self):
         if not self.rb.sampler._sum_tree.query(0, len(self.rb)) > 0:
             return None
-        sample = self.rb.sample()
+        info = None
+        if self.random.random() < 0.5:
+            sample, info = self.rb.sample(6, return_info=True)
+        else:
+            sample = self.rb.sample()
         self.handles.append((sample["index"], sample["index_generation"]))
-        return {key: value.tolist() for key, value in sorted(sample.items())}
+        return [
+            {key: value.tolist() for key, value in sorted(part.items())} for part in (sample, info) if part is not None
+        ]
 
     def update(self):
         count = self.random.randint(1, 9)

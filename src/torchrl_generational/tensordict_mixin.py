@@ -59,13 +59,15 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         Raises:
             RuntimeError: if there is nothing to draw.
         """
-        if batch_size is None and not return_info and not deprecated and self._samples_are_plain():
-            sample = self._sample_plainly()
-            if sample is not None:
-                return sample
+        own = self._batch_size
+        wanted = own if batch_size is None else batch_size
+        if wanted is not None and own in (None, wanted) and not deprecated and self._samples_are_plain():
+            drawn = self._sample_plainly(wanted)
+            if drawn is not None:
+                return drawn if return_info else drawn[0]
         return super().sample(batch_size, return_info, **deprecated)
 
-    def _sample_plainly(self) -> TensorDict | None:
+    def _sample_plainly(self, batch_size: int) -> tuple[TensorDict, dict[str, Any]] | None:
         """A sample that takes no more than the sampler's draw and the records there; ``None`` if it would."""
         with self._exclusive():
             storage = self._storage
@@ -75,10 +77,10 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             if storage.slot_generations.interrupted:
                 return None  # slots without a record have to be drawn again
             sampler: GenerationalPrioritizedSampler = self._learners_sampler()
-            index, info = sampler.sample(storage, self._batch_size)
-            # not those of the storage that the info replaces
-            data = select(storage._storage, index, leave_out=info.keys() | {"index"})
-        return None if data is None else attach(data, {"index": index, **info})
+            index, info = sampler.sample(storage, batch_size)
+            info["index"] = index
+            data = select(storage._storage, index, leave_out=info)  # what the info replaces
+        return None if data is None else (attach(data, info), info)
 
     def _samples_are_plain(self) -> bool:
         """Whether a sample is what the storage holds and the sampler says, of one dimension, on the CPU."""
@@ -86,8 +88,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             return False
         storage = self._storage
         return (
-            self._batch_size is not None
-            and not self._prefetch
+            not self._prefetch
             and self._sample_dependency is None
             and not self._service_shutdown
             and not self._pin_memory
