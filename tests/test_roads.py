@@ -269,3 +269,19 @@ def test_arrays_refuse_what_takes_a_conversion():
     assert priority_array(torch.tensor([np.inf]), np.float32, np.inf) is None
     for other in (torch.tensor([1.0], dtype=torch.float64), torch.tensor([1]), [1.0], torch.tensor([])):
         assert priority_array(other, np.float32, 3.0) is None
+
+
+def test_a_class_that_overrides_the_update_is_asked_by_the_update_of_samples():
+    asked = []
+
+    class Watching(g.GenerationalTensorDictReplayBuffer):
+        def update_priority_if_present(self, **handles):
+            asked.append(sorted(handles))
+            return super().update_priority_if_present(**handles)
+
+    rb = Watching(storage=g.GenerationalLazyTensorStorage(SLOTS), sampler=sampler_of("usual"), batch_size=6)
+    rb.extend(records(SLOTS))
+    sample = rb.sample()
+    sample["td_error"] = torch.rand(6)
+    assert rb.update_tensordict_priority_if_present(sample).num_updated == 6
+    assert asked == [["generation", "index", "priority"]]

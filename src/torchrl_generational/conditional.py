@@ -115,20 +115,14 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         The same comparison and the same writes as on the general road, without its small tensors. ``None``, and
         nothing has changed, where it does not apply or something is wrong.
         """
-        storage = self.__dict__.get("_storage")
-        stamps = array_of(generation)
-        if (
-            stamps is None
-            or stamps.dtype != np.int64
-            or not isinstance(storage, GenerationalStorageMixin)
-            or torch.compiler.is_compiling()
-        ):
+        stamps = None if torch.compiler.is_compiling() or not self._initialized else array_of(generation)
+        if stamps is None or stamps.dtype != np.int64:
             return None
-        with storage.lock:
-            sampler = self._learners_sampler() if self._initialized and self._storage is storage else None
-            generations = storage.slot_generations
-            if storage.ndim > 1 or not stores_arrays(sampler):
+        with self._exclusive():
+            storage, sampler = self._storage, self._learners_sampler()
+            if not isinstance(storage, GenerationalStorageMixin) or storage.ndim > 1 or not stores_arrays(sampler):
                 return None
+            generations = storage.slot_generations
             if generations.log is not None:
                 self._refuse_elsewhere()
                 self._catch_up()

@@ -336,14 +336,14 @@ class _Section:
         self.buffer = buffer
 
     def __enter__(self) -> None:
-        state = self.buffer.__dict__
+        buffer = self.buffer
         while True:
-            storage = state.get("_storage")
-            self.lock = getattr(storage, "lock", state["_replay_lock"])
+            self.lock = buffer._replay_lock
             self.lock.acquire()
-            if state.get("_storage") is storage and getattr(storage, "lock", self.lock) is self.lock:
+            if self.lock is buffer._replay_lock:
                 break
             self.lock.release()
+        storage = buffer.__dict__.get("_storage")
         if not getattr(storage, "initialized", True) and isinstance(storage, SharableStorage):
             try:
                 storage.join()

@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Compose
 
+from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import keep_last
 from torchrl_generational.leaves import checked_priority
@@ -164,7 +165,8 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
     def _update_entries(self, data: Any) -> UpdateResult | None:
         """The update by a plain sample with one number per record; ``None``, and nothing changed, by any other."""
         entries = entries_of(data)
-        if entries is None or not self._initialized or self._sample_unit is not None:
+        overridden = type(self).update_priority_if_present is not ConditionalUpdates.update_priority_if_present
+        if entries is None or overridden or not self._initialized or self._sample_unit is not None:
             return None
         key = self.priority_key
         index, generation, priority = entries.get("index"), entries.get(GENERATION_KEY), entries.get(key)

@@ -110,6 +110,7 @@ class BufferScene:
         if generations is not None:
             self._point_after(generations, "advance", "stamps and data")
             self._point_after(generations, "live", "comparison and update")
+            self._point_after(generations, "live_array", "comparison and update")
         self._point_after(storage, "set", "data and priority")
 
     def _point_after(self, owner: Any, name: str, label: str) -> None:
