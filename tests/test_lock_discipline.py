@@ -73,6 +73,9 @@ ACTS: dict[str, Act] = {
     "set_writer": lambda rb, info, td, path: rb.set_writer(g.GenerationalRoundRobinWriter()),
     "state_dict": lambda rb, info, td, path: rb.state_dict(),
     "stats": lambda rb, info, td, path: rb.stats(),
+    "submit_update_priority_if_present": lambda rb, info, td, path: rb.submit_update_priority_if_present(
+        **handles(info), priority=torch.ones(4)
+    ).result(),
     "submit_update_if_present": lambda rb, info, td, path: rb.submit_update_if_present(
         **handles(info), patch={"x": torch.zeros(4, dtype=torch.int64)}
     ).result(TIMEOUT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from torchrl_generational.samplers import store_checked, stores_arrays
 from torchrl_generational.storages import GenerationalStorageMixin
 
 __all__ = ["ConditionalUpdates"]
+
+#: Stands for the name of a field where what TorchRL was given to submit is no field but a priority.
+_PRIORITY: Any = object()
 
 # A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
 _Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
@@ -146,6 +150,50 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             self._conditional_updated = self._conditional_updated + updated
         return UpdateResult(torch.from_numpy(live))
 
+    def submit_update_priority_if_present(self, *, index: Any, generation: Any, priority: Any) -> Future[UpdateResult]:
+        """:meth:`update_priority_if_present` on a background thread, in order with prefetched batches.
+
+        Ordered as TorchRL's ``submit_update_if_present``: it runs after the batches that were drawn ahead when it was
+        submitted, before those that are drawn ahead later, and after all updates submitted earlier, of fields too. What
+        lies on CUDA and belongs on the CPU is copied without waiting for the device, in order with the caller's stream.
+
+        Args:
+            index: as in :meth:`update_priority_if_present`. Like the other two it is kept by reference, so do not
+                change it before the future is done.
+            generation: as there.
+            priority: as there.
+
+        Returns:
+            A future of an :class:`UpdateResult`. It also carries the errors of :meth:`update_priority_if_present`,
+            which the next ``sample``, ``synchronize`` or submission raises as well, as for TorchRL's. ``shutdown``
+            waits for it.
+
+        Raises:
+            RuntimeError: if the buffer has been shut down.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from torchrl_generational import GenerationalLazyTensorStorage
+            >>> from torchrl_generational import GenerationalTensorDictPrioritizedReplayBuffer
+            >>> rb = GenerationalTensorDictPrioritizedReplayBuffer(
+            ...     alpha=0.7, beta=0.5, storage=GenerationalLazyTensorStorage(8), batch_size=4
+            ... )
+            >>> index = rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
+            >>> sample = rb.sample()
+            >>> future = rb.submit_update_priority_if_present(
+            ...     index=sample["index"], generation=sample["index_generation"], priority=torch.rand(4)
+            ... )
+            >>> future.result().num_updated
+            4
+            >>> rb.shutdown()
+        """
+        if isinstance(index, tuple) and all(isinstance(part, torch.Tensor) for part in index):
+            index = torch.stack(index, -1)  # what TorchRL copies from CUDA
+        future: Future[UpdateResult] = self.submit_update_if_present(
+            index=index, generation=generation, patch={_PRIORITY: priority}
+        )
+        return future
+
     def update_if_present(
         self,
         *,
@@ -185,6 +233,8 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             ... ).num_updated
             4
         """
+        if isinstance(patch, dict) and _PRIORITY in patch:  # submitted, see above
+            return self.update_priority_if_present(index=index, generation=generation, priority=patch[_PRIORITY])
         storage = self._written_storage("update_if_present")
         device = storage.slot_generations.device
         generation = as_int64("generation", generation, device)
