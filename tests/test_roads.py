@@ -6,13 +6,15 @@ Every program of random calls runs twice: as it is, and with all short roads clo
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
 import torch
-from support import records, sampler_state
+from support import announce_blocked, leaves, records, sampler_state, until_blocked_or_done
 from tensordict import TensorDict
-from torchrl.data import PrioritizedSampler
+from torchrl.data import PrioritizedSampler, RandomSampler, TensorStorage
+from torchrl.envs.transforms import Compose
 
 import torchrl_generational as g
 from torchrl_generational import conditional, draws, samplers, storages, tensordict_mixin, writers
@@ -285,3 +287,168 @@ def test_a_class_that_overrides_the_update_is_asked_by_the_update_of_samples():
     sample["td_error"] = torch.rand(6)
     assert rb.update_tensordict_priority_if_present(sample).num_updated == 6
     assert asked == [["generation", "index", "priority"]]
+
+
+# ------------------------------------------------------------------ what a short road must not pass by
+
+
+def prioritized_ring(cls=g.GenerationalTensorDictReplayBuffer, storage=None, sampler=None, **kwargs):
+    return cls(
+        storage=g.GenerationalLazyTensorStorage(SLOTS) if storage is None else storage,
+        sampler=g.GenerationalPrioritizedSampler(SLOTS, 1.0, 1.0, eps=0.0) if sampler is None else sampler,
+        batch_size=4,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("change", ["sampler", "storage", "transform"])
+def test_what_is_exchanged_while_a_sample_waits_for_the_lock_counts(change, actors):
+    rb = prioritized_ring()
+    rb.extend(records(8))
+    two_dimensional = TensorDict({"x": torch.arange(8).reshape(2, 4)}, [2, 4])
+    exchange = {
+        "sampler": lambda: rb.set_sampler(RandomSampler()),
+        "storage": lambda: rb.set_storage(g.GenerationalTensorStorage(two_dimensional, ndim=2)),
+        "transform": lambda: rb.append_transform(lambda data: data.set("seen", torch.ones(data.shape))),
+    }[change]
+    blocked = announce_blocked(rb.storage.lock, "sampling")
+    with rb._exclusive():
+        sampling = actors.start("sampling", rb.sample)
+        until_blocked_or_done(blocked, sampling)
+        exchange()
+    sample = sampling.result(60)
+    assert {"index", "index_generation", "x"} <= set(sample.keys())
+    assert ("seen" in sample) == (change == "transform")
+    assert sample["index"].ndim == (2 if change == "storage" else 1)
+
+
+def test_a_storage_that_reads_in_its_own_way_is_asked_for_the_records_of_a_sample():
+    class Decoding(g.GenerationalLazyTensorStorage):
+        def get(self, index):
+            return super().get(index).apply(torch.zeros_like)
+
+    rb = prioritized_ring(storage=Decoding(SLOTS))
+    rb.extend(records(8, 5))
+    assert rb.sample()["x"].tolist() == [0] * 4
+
+
+def test_a_buffer_that_draws_in_its_own_way_is_asked():
+    class First(g.GenerationalTensorDictReplayBuffer):
+        def _draw(self, sampler, batch_size):
+            index, info = super()._draw(sampler, batch_size)
+            return index.zero_(), info | {"index_generation": torch.zeros_like(index)}
+
+    rb = prioritized_ring(First)
+    rb.extend(records(8, 5))
+    assert rb.sample()["x"].tolist() == [5] * 4
+
+
+def test_a_default_priority_of_a_subclass_is_given_to_new_records():
+    class Modest(g.GenerationalPrioritizedSampler):
+        @property
+        def default_priority(self):
+            return 0.25
+
+    rb = prioritized_ring(sampler=Modest(SLOTS, 1.0, 1.0, eps=0.0))
+    rb.extend(records(5))
+    rb.update_priority(torch.tensor([0]), torch.tensor([5.0]))
+    rb.extend(records(3))
+    rb.add(records(1)[0])
+    assert leaves(rb)[:9].tolist() == [5.0, *[0.25] * 8]
+
+
+def test_a_priority_that_a_subclass_finds_for_a_record_is_given_to_it():
+    class Finding(g.GenerationalTensorDictReplayBuffer):
+        def _get_priority_item(self, tensordict):
+            return 9.0
+
+    class Setting(g.GenerationalTensorDictReplayBuffer):
+        def update_tensordict_priority(self, data):
+            super().update_tensordict_priority(data.set("td_error", torch.tensor(7.0)))
+
+    for kind, expected in ((Finding, 9.0), (Setting, 7.0)):
+        rb = prioritized_ring(kind)
+        rb.add(records(1)[0])
+        assert leaves(rb)[0] == expected
+
+
+def test_a_tuple_of_tuples_names_rows_as_with_torchrl():
+    data = torch.arange(12).reshape(3, 4)
+    ours, stock = g.GenerationalTensorStorage(data), TensorStorage(data)
+    for index in (((0, 1),), ((torch.tensor([0]), torch.tensor([1])),), (torch.tensor([0, 2]),)):
+        assert torch.equal(ours.get(index), stock.get(index))
+
+
+@pytest.mark.parametrize("write", ["add", "extend"])
+@pytest.mark.parametrize("kind", ["tensordict", "tensor"])
+def test_a_write_whose_priorities_fail_leaves_the_cursor_where_it_was(kind, write):
+    class Failing(g.GenerationalPrioritizedSampler):
+        fails = False
+
+        def mark_update(self, index, *, storage=None):
+            if self.fails:
+                raise OSError("no priority")
+            super().mark_update(index, storage=storage)
+
+    tensors = kind == "tensor"
+    cls = g.GenerationalReplayBuffer if tensors else g.GenerationalTensorDictReplayBuffer
+    rb = prioritized_ring(cls, sampler=Failing(SLOTS, 1.0, 1.0))
+    rb.extend(torch.arange(3) if tensors else records(3))
+    rb.sampler.fails = True
+    data = torch.arange(2) if tensors else records(2)
+    with pytest.raises(OSError, match="no priority"):
+        rb.extend(data) if write == "extend" else rb.add(data[0])
+    assert (rb.writer._cursor, rb.write_count) == (3, 3)
+
+
+def test_records_with_names_of_dimensions_are_drawn_once_per_sample(monkeypatch):
+    data = TensorDict({"x": torch.arange(8), "deeper": TensorDict({"y": torch.arange(8)}, [8], names=["t"])}, [8])
+    rb = prioritized_ring(
+        storage=g.GenerationalTensorStorage(data), sampler=g.GenerationalPrioritizedSampler(8, 1.0, 1.0)
+    )
+    drawn = []
+    monkeypatch.setattr(samplers, "draw", lambda *a, original=samplers.draw: (drawn.append(1), original(*a))[1])
+    rb.sample()
+    assert len(drawn) == 1
+
+
+def test_a_buffer_that_another_thread_is_initialising_is_waited_for(actors):
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow_transform():
+        started.set()
+        assert go_on.wait(60)
+        return
+
+    rb = prioritized_ring(
+        storage=g.GenerationalTensorStorage(records(8)),
+        sampler=g.GenerationalPrioritizedSampler(8, 1.0, 1.0),
+        delayed_init=True,
+        transform_factory=lambda: slow_transform() or Compose(),
+    )
+    using = actors.start("first", lambda: len(rb.storage))
+    assert started.wait(60)
+    handles = {"index": torch.arange(2), "generation": torch.zeros(2, dtype=torch.int64), "priority": torch.ones(2)}
+    others = [
+        actors.start("second", rb.sample),
+        actors.start("third", lambda: rb.update_priority_if_present(**handles)),
+    ]
+    assert not any(other.done() for other in others)
+    go_on.set()
+    using.result(60)
+    assert others[0].result(60)["x"].shape == (4,)
+    assert others[1].result(60).num_updated == 2
+
+
+def test_a_damaged_checkpoint_is_refused_whatever_its_leaves_look_like():
+    rb = prioritized_ring()
+    rb.extend(records(8))
+    state = rb.sampler.state_dict()
+    for damage in (
+        lambda leaf: leaf.bfloat16().fill_(-1.0),
+        lambda leaf: leaf.clone().fill_(-1.0).requires_grad_(),
+        lambda leaf: torch.tensor(-1.0),
+    ):
+        bad = state | {"_sum_tree": damage(state["_sum_tree"]), "_min_tree": damage(state["_min_tree"])}
+        with pytest.raises(ValueError, match="checkpoint"):
+            rb.sampler.load_state_dict(bad)

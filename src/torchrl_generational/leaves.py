@@ -39,13 +39,13 @@ def checked_priority(sampler: Any, priority: Any, *, name: str = "priority") -> 
 
 def checked_array(sampler: Any, priority: Any) -> tuple[Any, float] | None:
     """:func:`checked_priority` as an array, and the largest; ``None`` where that takes more than a look at it."""
-    limits = _limits(sampler._alpha, sampler._eps, sampler._max_capacity, tree_dtype(sampler))
+    limits = _limits_of(sampler)
     return priority_array(priority, limits.dtype, limits.most)
 
 
 def most_priority(sampler: Any) -> float:
     """The largest priority that ``sampler``'s trees can hold in every slot."""
-    return _limits(sampler._alpha, sampler._eps, sampler._max_capacity, tree_dtype(sampler)).most
+    return _limits_of(sampler).most
 
 
 class _Limits(NamedTuple):
@@ -62,6 +62,12 @@ class _Limits(NamedTuple):
     dtype: Any
     eps: Any
     positive: bool
+
+
+def _limits_of(sampler: Any) -> _Limits:
+    # a stock sampler's exponents may be tensors, which change in place
+    limits = _limits.__wrapped__ if torch.compiler.is_compiling() else _limits
+    return limits(float(sampler._alpha), float(sampler._eps), sampler._max_capacity, tree_dtype(sampler))
 
 
 @lru_cache(maxsize=64)
@@ -105,8 +111,7 @@ def store_arrays(sampler: PrioritizedSampler, cells: Any, priority: Any, highest
     if highest > _known_maximum(sampler):
         kept = _raise_maximum(sampler, torch.from_numpy(cells), torch.from_numpy(priority))
         cells, priority = (part.numpy() for part in kept)
-    alpha = sampler._alpha
-    limits = _limits(alpha, sampler._eps, sampler._max_capacity, tree_dtype(sampler))
+    alpha, limits = sampler._alpha, _limits_of(sampler)
     raised = priority + limits.eps
     if not priority.ndim:
         raised = np.asarray(raised)
@@ -124,7 +129,8 @@ def store_default(sampler: PrioritizedSampler, cells: Any) -> None:
 
     For trees on the CPU, and samplers that do not track the maximum within the buffer.
     """
-    leaf = _leaf_of(float(sampler._max_priority[0]), sampler._eps, sampler._alpha, tree_dtype(sampler))
+    maximum, eps, alpha = float(sampler._max_priority[0]), float(sampler._eps), float(sampler._alpha)
+    leaf = _leaf_of(maximum, eps, alpha, tree_dtype(sampler))
     write_arrays(sampler, cells, leaf)
 
 

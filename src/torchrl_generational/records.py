@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tensordict import MemoryMappedTensor, TensorDict, is_non_tensor, is_tensor_collection, is_tensorclass
 
-__all__ = ["attach", "copy", "entries_of", "matched", "select", "shallow"]
+__all__ = ["attach", "copy", "entries_of", "gathers", "matched", "select", "shallow"]
 
 _PLAIN = (torch.Tensor, MemoryMappedTensor)
 _COPIED_BY_INDEX = (
@@ -84,6 +84,13 @@ def select(stored: Any, index: torch.Tensor, ndim: int = 1, leave_out: Container
         parts = [select(entry, index, ndim) for entry in stored]
         return None if any(part is None for part in parts) else type(stored)(parts)
     return None
+
+
+def gathers(stored: TensorDict) -> bool:
+    """Whether :func:`select` has an answer for a plain tensordict: none of those in it has names of dimensions."""
+    if stored._td_dim_names is not None:
+        return False
+    return all(gathers(entry) for entry in stored._tensordict.values() if type(entry) is TensorDict)
 
 
 def attach(data: TensorDict, entries: dict[str, torch.Tensor]) -> TensorDict:

@@ -270,6 +270,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             and self._max_priority[0] is not None
             and not self._max_priority_within_buffer
             and type(self).update_priority is GenerationalPrioritizedSampler.update_priority
+            and type(self).default_priority is PrioritizedSampler.default_priority
             and len(storage) <= self._max_capacity
             and not torch.compiler.is_compiling()
         )

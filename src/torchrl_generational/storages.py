@@ -165,10 +165,10 @@ class GenerationalStorageMixin(SharableStorage):
     def get(self, index: Any) -> Any:
         """Records at ``index``, in any form that TorchRL's storages accept."""
         if self.initialized and not torch.compiler.is_compiling():
-            if type(index) is tuple and len(index) == 1:
-                index = index[0]
-            ndim = len(index) if type(index) is tuple and len(index) == self.ndim else 1
-            cells = self._cells_within(index, ndim)
+            lone = type(index) is tuple and len(index) == 1 and isinstance(index[0], torch.Tensor)
+            where = index[0] if lone else index
+            ndim = len(where) if type(where) is tuple and len(where) == self.ndim else 1
+            cells = self._cells_within(where, ndim)
             found = None if cells is None else records.select(self._storage, cells, ndim)
             if found is not None:
                 return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
-from torchrl.data.replay_buffers import TensorDictReplayBuffer
+from torchrl.data.replay_buffers import TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.storages.utils import _collate_id
 from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import Writer
@@ -19,15 +19,18 @@ from torchrl_generational.indexing import keep_last
 from torchrl_generational.leaves import checked_priority
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.processes import keeps_priorities
-from torchrl_generational.records import attach, entries_of, select, shallow
+from torchrl_generational.records import attach, entries_of, gathers, select, shallow
 from torchrl_generational.result import UpdateResult
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.stamps import NEVER_WRITTEN
+from torchrl_generational.storages import GenerationalStorageMixin
 from torchrl_generational.writers import GenerationalTensorDictRoundRobinWriter, GenerationalWriterMixin
 
 __all__ = ["GenerationalTensorDictReplayBufferMixin"]
 
 _CPU = torch.device("cpu")
+# TorchRL's two ways to a record's own priority, both of which say the default where it has none.
+_PRIORITY_ITEMS = (TensorDictReplayBuffer._get_priority_item, TensorDictPrioritizedReplayBuffer._get_priority_item)
 _Buffer: Any = TensorDictReplayBuffer if TYPE_CHECKING else object
 
 
@@ -62,7 +65,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         """
         own = self._batch_size
         wanted = own if batch_size is None else batch_size
-        if wanted is not None and own in (None, wanted) and not deprecated and self._samples_are_plain():
+        if wanted is not None and own in (None, wanted) and not deprecated and self.initialized:
             drawn = self._sample_plainly(wanted)
             if drawn is not None:
                 return drawn if return_info else drawn[0]
@@ -72,21 +75,20 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         """A sample that takes no more than the sampler's draw and the records there; ``None`` if it would."""
         with self._exclusive():
             storage = self._storage
+            if not self._samples_are_plain() or storage.slot_generations.interrupted:
+                return None  # in the second case slots without a record have to be drawn again
             if storage.lock.is_shared:
                 self._refuse_elsewhere()
             self._catch_up()
-            if storage.slot_generations.interrupted:
-                return None  # slots without a record have to be drawn again
             sampler: GenerationalPrioritizedSampler = self._learners_sampler()
             index, info = sampler.sample(storage, batch_size)
             info["index"] = index
             data = select(storage._storage, index, leave_out=info)  # what the info replaces
-        return None if data is None else (attach(data, info), info)
+        assert data is not None
+        return attach(data, info), info
 
     def _samples_are_plain(self) -> bool:
-        """Whether a sample is what the storage holds and the sampler says, of one dimension, on the CPU."""
-        if not self._initialized:
-            return False
+        """Whether a sample is what the storage holds and the sampler says, of one dimension, on the CPU. Lock held."""
         storage = self._storage
         return (
             not self._prefetch
@@ -95,14 +97,17 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             and not self._pin_memory
             and self._collate_fn is _collate_id
             and type(self)._sample is GenerationalReplayBufferMixin._sample
+            and type(self)._draw is GenerationalReplayBufferMixin._draw
             and type(self)._finish_sample is GenerationalReplayBufferMixin._finish_sample
             and self._sample_unit is None
             and self._has_no_transform()
             and type(self._learners_sampler()) is GenerationalPrioritizedSampler
+            and getattr(type(storage), "get", None) is GenerationalStorageMixin.get
             and storage.ndim == 1
             and storage.initialized
             and type(storage._storage) is TensorDict
             and storage._storage.ndim == 1
+            and gathers(storage._storage)
             and storage._storage.device in (None, _CPU)
             and storage.device == _CPU
         )
@@ -166,7 +171,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         """The update by a plain sample with one number per record; ``None``, and nothing changed, by any other."""
         entries = entries_of(data)
         overridden = type(self).update_priority_if_present is not ConditionalUpdates.update_priority_if_present
-        if entries is None or overridden or not self._initialized or self._sample_unit is not None:
+        if entries is None or overridden or not self.initialized or self._sample_unit is not None:
             return None
         key = self.priority_key
         index, generation, priority = entries.get("index"), entries.get(GENERATION_KEY), entries.get(key)
@@ -220,7 +225,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                     self._set_index_in_td(data, index)
                 if self._follows:
                     self._leave_first_priority(index, priority, 1)
-                elif priority is not None and self._storage.ndim == 1:
+                elif self._storage.ndim == 1 and (priority is not None or not self._defaults_are_plain()):
                     self.update_tensordict_priority(data)
                 elif priority is not None:
                     self.update_priority(index, self._per_record(priority, index.shape[0]))
@@ -271,6 +276,14 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
     def _has_no_transform(self) -> bool:
         transform = self._transform
         return type(transform) is Compose and not len(transform.transforms)
+
+    def _defaults_are_plain(self) -> bool:
+        """Whether a record without a priority needs no more than the default that its writer has given it."""
+        cls = type(self)
+        return (
+            cls.update_tensordict_priority is GenerationalTensorDictReplayBufferMixin.update_tensordict_priority
+            and cls._get_priority_item in _PRIORITY_ITEMS
+        )
 
     def _writer_tells(self) -> bool:
         """Whether the writer tells the data which slots it goes to."""

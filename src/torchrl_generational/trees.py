@@ -186,7 +186,10 @@ class TreeState:
         dtype = tree_dtype(sampler)
         most = torch.finfo(dtype).max
         # arrays and few passes: this is most of what loading a large buffer takes
-        sums, minima = (leaves.as_subclass(torch.Tensor).cpu().numpy() for leaves in (self.sums, self.minima))
+        sums, minima = (
+            leaves.as_subclass(torch.Tensor).detach().reshape(-1).to("cpu", torch.float64).numpy()
+            for leaves in (self.sums, self.minima)
+        )
         highest = float(sums.max()) if len(sums) else 0.0
         if len(sums) and not (sums.min() >= 0 and highest < np.inf and minima.min() >= 0):
             raise ValueError("The checkpoint holds priorities that are NaN, infinite or negative: it is damaged.")

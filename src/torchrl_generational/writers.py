@@ -217,11 +217,11 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         return row
 
     def _moved_to(self, cursor: int, records: int, index: int | torch.Tensor) -> None:
-        """The records are there."""
-        self._cursor = cursor
-        self._write_count += records
+        """The records are there. Cursor and count move last, so that whatever fails has the next write go over them."""
         for entity in self._storage._attached_entities:
             entity.mark_update(index)
+        self._cursor = cursor
+        self._write_count += records
 
     def _tell(self, data: Any, index: torch.Tensor) -> None:
         """Tells the data which slots it goes to."""
