@@ -6,6 +6,7 @@ from torchrl_generational.buffers import (
     GenerationalTensorDictPrioritizedReplayBuffer,
     GenerationalTensorDictReplayBuffer,
 )
+from torchrl_generational.conversion import convert
 from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.max_value import GenerationalTensorDictMaxValueWriter
@@ -44,4 +45,5 @@ __all__ = [
     "SupportsGenerations",
     "TracksGenerations",
     "UpdateResult",
+    "convert",
 ]
