@@ -33,7 +33,7 @@ import torchrl_generational as g
 CAPACITY = 32
 PACKAGE = Path(g.__file__).parent
 # modules of which every line changes what processes share, or is next to one that does
-CHANGING = {"changes", "counters", "generations", "records"}
+CHANGING = {"changes", "counters", "generations", "records", "stamps"}
 # and those around them
 AROUND = CHANGING | {"process_locks", "writers"}
 

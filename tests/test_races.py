@@ -230,7 +230,7 @@ def test_no_write_comes_between_the_comparison_and_the_update(actors, monkeypatc
     world.write(CAPACITY)
     batch = actors.learner(world.sample)
     blocked = announce_blocked(world.rb.storage.lock, "writer")
-    gate = Gate(monkeypatch, SlotGenerations, "live", after=True)
+    gate = Gate(monkeypatch, SlotGenerations, "live_array", after=True)
     update = actors.start("learner", lambda: world.update(*batch, 50.0))
     assert gate.reached.wait(TIMEOUT)
     write = actors.start("writer", lambda: world.rb.extend(records(CAPACITY, 1000)))

@@ -102,7 +102,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             and self._sample_unit is None
             and self._has_no_transform()
             and type(self._learners_sampler()) is GenerationalPrioritizedSampler
-            and getattr(type(storage), "get", None) is GenerationalStorageMixin.get
+            and getattr(storage.get, "__func__", None) is GenerationalStorageMixin.get
             and storage.ndim == 1
             and storage.initialized
             and type(storage._storage) is TensorDict
