@@ -48,7 +48,8 @@ def test_a_writer_killed_at_any_line_blocks_nobody_and_harms_nothing(kind, tmp_p
     modules = AROUND if kind == "extend" else CHANGING
     foreign = 30 if kind == "assignment" else 0  # which tensordict does
     found = killed_at_every_line(kind, "tensors", tmp_path / "storage", Points(modules, foreign=foreign, again=False))
-    assert found["kills"] > (80 if kind == "extend" else 30)
+    least = {"extend": 80, "empty": 20}  # the second moves all stamps in one operation
+    assert found["kills"] > least.get(kind, 30)
     check_lines(kind, found)
 
 
