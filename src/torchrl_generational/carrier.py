@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import leading_shape
 
 __all__ = ["CARRIER_KEY", "follow"]
@@ -45,10 +46,12 @@ def follow(
     if not isinstance(data, TensorDictBase) or not data.ndim:
         return _same_length(data, step(data)), info
     batch_size = data.batch_size
-    num_records = batch_size[0]
-    before = list(data.values(True, True))  # kept alive, so that no new entry can take an old one's address
+    # One handle for each element of the dimensions that the stamps have: an earlier step may have given them several.
+    lead = batch_size[: max(info[GENERATION_KEY].ndim, 1)]
+    # What has no elements is the same in every order. Kept alive, so that no new entry can take an old one's address.
+    before = [leaf for leaf in data.values(True, True) if not isinstance(leaf, torch.Tensor) or leaf.numel()]
     places = {_place(leaf) for leaf in before}
-    data.set(CARRIER_KEY, _carrier(data))
+    data.set(CARRIER_KEY, _carrier(data, lead))
     for key in attach:
         value = info[key]
         value = torch.stack(value, -1) if isinstance(value, tuple) else _expand_right(value, data)
@@ -60,7 +63,7 @@ def follow(
     if CARRIER_KEY in result:
         with result.unlock_():
             result.pop(CARRIER_KEY)
-    position = None if bits is None else _decode(bits, num_records)
+    position = None if bits is None else _decode(bits, lead.numel())
     if position is None:
         if result.batch_size == batch_size and any(_place(leaf) in places for leaf in result.values(True, True)):
             return result, info  # some entry is untouched, so the records are where they were
@@ -69,11 +72,10 @@ def follow(
             f"handles, {CARRIER_KEY!r}, so that it cannot be told where each record went. Return that one as well: set "
             f"the entries that you need in the tensordict you were given, or copy its {CARRIER_KEY!r} to the new one."
         )
-    if position.shape == batch_size:
-        in_place = torch.arange(num_records, device=position.device).reshape([-1, *[1] * (len(batch_size) - 1)])
-        if bool((position == in_place).all()):
-            return result, info
-    return result, {key: _take(value, position, num_records) for key, value in info.items()}
+    in_place = _places(lead, len(batch_size), position.device)
+    if position.shape == batch_size and bool((position == in_place).all()):
+        return result, info
+    return result, {key: _take(value, position, lead) for key, value in info.items()}
 
 
 def _same_length(data: Any, result: Any) -> Any:
@@ -103,15 +105,18 @@ def _num_bits(num_records: int) -> int:
     return max(num_records - 1, 1).bit_length()
 
 
-def _carrier(data: TensorDictBase) -> TensorDict:
+def _places(lead: torch.Size, ndim: int, device: torch.device | None) -> torch.Tensor:
+    """The position of each record in the draw, C order, with dimensions of size 1 behind it up to ``ndim``."""
+    return torch.arange(lead.numel(), device=device).reshape([*lead, *[1] * (ndim - len(lead))])
+
+
+def _carrier(data: TensorDictBase, lead: torch.Size) -> TensorDict:
     """The position of each record: nested, so that code that concatenates all entries notices it."""
-    num_records = data.shape[0]
-    position = torch.arange(num_records, device=data.device)
-    weights = 2 ** torch.arange(_num_bits(num_records), device=data.device)
-    reference = torch.tensor([[0.0, 1.0]], device=data.device).expand(num_records, 2)
-    bits = torch.cat([reference, (position[:, None] // weights % 2).float()], -1)  # float: in-place scaling works
-    bits = bits.reshape([num_records, *[1] * (data.ndim - 1), bits.shape[-1]]).expand(*data.shape, -1)
-    return TensorDict({"bits": bits.clone()}, data.batch_size, device=data.device)
+    places = _places(lead, data.ndim, data.device)[..., None]
+    weights = 2 ** torch.arange(_num_bits(lead.numel()), device=data.device)
+    reference = torch.tensor([0.0, 1.0], device=data.device).expand(*places.shape[:-1], 2)
+    bits = torch.cat([reference, (places // weights % 2).float()], -1)  # float: in-place scaling works
+    return TensorDict({"bits": bits.expand(*data.shape, -1).clone()}, data.batch_size, device=data.device)
 
 
 def _decode(bits: torch.Tensor, num_records: int) -> torch.Tensor | None:
@@ -133,9 +138,9 @@ def _place(leaf: Any) -> Any:
     return leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride()
 
 
-def _take(value: Any, position: torch.Tensor, num_records: int) -> Any:
+def _take(value: Any, position: torch.Tensor, lead: torch.Size) -> Any:
     if isinstance(value, tuple):
-        return tuple(_take(part, position, num_records) for part in value)
-    if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == num_records:
-        return value[position.to(value.device)]
+        return tuple(_take(part, position, lead) for part in value)
+    if isinstance(value, torch.Tensor) and len(lead) and value.shape[: len(lead)] == lead:
+        return value.flatten(0, len(lead) - 1)[position.to(value.device)]
     return value

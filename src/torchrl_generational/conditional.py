@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from tensordict import is_tensor_collection
 from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
@@ -249,7 +250,11 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             if not isinstance(index, tuple):
                 index = as_int64("index", index, device)
             inner = int(getattr(storage, "record_ndim", 0))
-            if inner and isinstance(index, torch.Tensor) and index.shape == shape and len(shape) >= inner:
+            if (
+                isinstance(index, torch.Tensor)
+                and index.shape == shape
+                and _repeats_handles(storage, patch, len(shape))
+            ):
                 # a stored trajectory repeats its handle over its own dimensions, and is patched as one record
                 first = (..., *(0,) * inner)
                 index, generation = index[first], generation[first]
@@ -329,3 +334,16 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             stats["conditional_updated"] = updated
             stats["conditional_stale"] = self._conditional_rows - updated - rejected
         return stats
+
+
+def _repeats_handles(storage: Any, patch: Any, ndim: int) -> bool:
+    """Whether ``ndim`` dimensions of handles include those of stored trajectories, and the patch has one for each."""
+    inner = int(getattr(storage, "record_ndim", 0))
+    if not 0 < inner <= ndim:
+        return False
+    for key, value in patch.items(True, True) if is_tensor_collection(patch) else patch.items():
+        stored = storage._storage.get(key, None)
+        if stored is not None:
+            leading: int = np.ndim(value) - (stored.ndim - storage.ndim)
+            return leading == ndim - inner
+    return False

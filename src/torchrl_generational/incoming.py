@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, is_tensor_collection, is_tensorclass
+from tensordict import LazyStackedTensorDict, NonTensorStack, is_tensor_collection, is_tensorclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import keep_last
+from torchrl_generational.plain import objects_in
 from torchrl_generational.records import entries_of
 
-__all__ = ["last_of_each", "names_rows", "refuse_misfits", "select", "without_handles"]
+__all__ = ["last_of_each", "names_rows", "refuse_misfits", "refuse_varying_objects", "select", "without_handles"]
 
 
 def names_rows(cursor: Any) -> bool:
@@ -44,6 +46,42 @@ def refuse_misfits(stored: Any, data: Any, cursor: Any) -> None:
                 f"The entry {name!r} has shape {tuple(new.shape)} but the storage takes {expected} here. Nothing was "
                 "written. Give every record the shapes of the first one."
             )
+
+
+def refuse_varying_objects(stored: Any, data: Any) -> None:
+    """Refuses entries that are no tensors and not the same in all records, of which memory-mapped files keep the first.
+
+    Raises:
+        TypeError: naming the entry, what the storage holds, and what came.
+    """
+    kept = dict(_objects(stored))
+    for item in data if isinstance(data, list) else [data]:
+        for key, value in _objects(item):
+            if not _same(kept.setdefault(key, value), value):
+                name = key[0] if len(key) == 1 else key
+                raise TypeError(
+                    f"The entry {name!r} is no tensor and differs between records: {kept[key]!r} and {value!r}. "
+                    "Memory-mapped records would all have the first. Nothing was written. Store it as a tensor, or use "
+                    "GenerationalLazyTensorStorage."
+                )
+
+
+def _objects(data: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values of the entries of records that are no tensors, with their keys."""
+    if not is_tensor_collection(data):
+        return
+    for key, entry in objects_in(data):
+        if isinstance(entry, NonTensorStack):
+            yield from ((key, leaf.data) for item in entry.tensordicts for _, leaf in objects_in({"": item}))
+        else:
+            yield key, entry.data
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # arrays, and whatever else does not compare to a truth value
+        return False
 
 
 def _pairs(stored: Any, data: Any) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:

@@ -112,7 +112,8 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
             with self._futures_lock:
                 wait((*self._prefetch_queue,)[:1])  # the next one
                 self._drop_failed_batches()
-        return super().sample(batch_size, return_info, **deprecated)
+        # by keyword: TorchRL's RPC buffer asks itself again, and forgets the second argument
+        return super().sample(batch_size, return_info=return_info, **deprecated)
 
     def _synchronize_futures_locked(self) -> None:
         """Waits for work in flight, of which a failed draw spoils nothing: neither a checkpoint nor a restore."""
@@ -139,7 +140,15 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
         """An index, and an info with the handles of what it names. Lock held."""
         storage = self._storage
         index, info = sampler.sample(storage, batch_size)
+        if storage.ndim > 1 and isinstance(index, torch.Tensor) and (index.ndim < 2 or index.shape[-1] != storage.ndim):
+            raise TypeError(
+                f"{type(sampler).__name__} draws an index of shape {tuple(index.shape)}, which does not say where the "
+                f"records are in the {storage.ndim} dimensions of the storage. Use a storage of one dimension, or a "
+                "sampler that draws coordinates, as RandomSampler and GenerationalPrioritizedSampler do."
+            )
         if self._sample_unit is not None:
+            if isinstance(index, tuple) and len(index) == 1:
+                (index,) = index  # of a slice sampler, which the unit would take for rows of one coordinate
             index, info = self._sample_unit.expand(index, info, storage)
             if "anchor_index" in info:
                 info["anchor_generation"] = self._generations_now(info["anchor_index"])

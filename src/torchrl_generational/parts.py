@@ -47,7 +47,8 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     @property
     def initialized(self) -> bool:
         """Whether the parts are in place. False to other threads while one is putting them there."""
-        return self._initialized and self._initializing in (None, threading.get_ident())
+        by = self._initializing
+        return self._initialized and (by is None or by == threading.get_ident())
 
     def _ready(self) -> None:
         """Initialises a buffer with ``delayed_init``."""

@@ -25,7 +25,14 @@ from torchrl.data.replay_buffers.storages import (
 from torchrl_generational import records
 from torchrl_generational.arrays import index_array
 from torchrl_generational.generations import SlotGenerations
-from torchrl_generational.incoming import last_of_each, names_rows, refuse_misfits, select, without_handles
+from torchrl_generational.incoming import (
+    last_of_each,
+    names_rows,
+    refuse_misfits,
+    refuse_varying_objects,
+    select,
+    without_handles,
+)
 from torchrl_generational.indexing import as_count, as_rows, rows_written
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
@@ -125,6 +132,9 @@ class GenerationalStorageMixin(SharableStorage):
             IndexError: if a row lies outside the storage; nothing has changed then.
             RuntimeError: if an entry has another shape than those stored; nothing has changed then.
         """
+        if torch.compiler.is_compiling() and not self._compilable:
+            self._set_untraced(cursor, data, set_cursor)
+            return
         data = without_handles(data)
         if torch.compiler.is_compiling() and isinstance(cursor, torch.Tensor):
             # A traced graph cannot branch on what the cursor holds: it stamps, and torch checks the bounds.
@@ -144,6 +154,8 @@ class GenerationalStorageMixin(SharableStorage):
         pairs = records.matched(self._storage, data, written) if known and names_rows(cursor) else None
         if known and pairs is None:
             refuse_misfits(self._storage, data, cursor)
+        if pairs is None:
+            self._refuse_objects(data)
         try:
             self._generations.begin(rows)
             if pairs is None:
@@ -161,6 +173,14 @@ class GenerationalStorageMixin(SharableStorage):
         self._generations.complete(rows)
         if not known and self._generations.device != torch.device(self._stamp_device()):
             self._generations.to(self._stamp_device())
+
+    def _refuse_objects(self, data: Any) -> None:
+        """Refuses entries that are no tensors, where the storage cannot keep them."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _set_untraced(self, cursor: Any, data: Any, set_cursor: bool) -> None:
+        """A write of traced code to a storage that is not ``compilable``: its counters cannot be traced."""
+        self.set(cursor, data, set_cursor=set_cursor)
 
     def get(self, index: Any) -> Any:
         """Records at ``index``, in any form that TorchRL's storages accept."""
@@ -352,6 +372,9 @@ class GenerationalLazyMemmapStorage(GenerationalStorageMixin, LazyMemmapStorage)
         >>> storage.generations
         tensor([ 0,  0, -1, -1])
     """
+
+    def _refuse_objects(self, data: Any) -> None:
+        refuse_varying_objects(self._storage if self.initialized else None, data)
 
     def cleanup(self) -> bool:
         """Removes the files, in the process that made the storage; does nothing in others."""

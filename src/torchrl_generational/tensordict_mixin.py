@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection, is_tensorclass
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.storages.utils import _collate_id
@@ -69,7 +69,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             drawn = self._sample_plainly(wanted)
             if drawn is not None:
                 return drawn if return_info else drawn[0]
-        return super().sample(batch_size, return_info, **deprecated)
+        return super().sample(batch_size, return_info=return_info, **deprecated)
 
     def _sample_plainly(self, batch_size: int) -> tuple[TensorDict, dict[str, Any]] | None:
         """A sample that takes no more than the sampler's draw and the records there; ``None`` if it would."""
@@ -153,16 +153,24 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         anchored = self._sample_unit is not None and "anchor_index" in data
         names = ("anchor_index", "anchor_generation") if anchored else ("index", GENERATION_KEY)
         index, generation, priority = (self._entry(data, key, method) for key in (*names, self.priority_key))
-        # trajectories stored as records repeat their handle over their own dimensions
-        shape = data.batch_size[: max(data.ndim - int(getattr(storage, "record_ndim", 0)), 0)]
         coordinates = 1 if storage.ndim > 1 else 0
-        while index.ndim > len(shape) + coordinates:
+        while index.ndim > data.ndim + coordinates:
             index = index[..., 0]
-        while generation.ndim > len(shape):
+        while generation.ndim > data.ndim:
             generation = generation[..., 0]
+        shape, inner = data.batch_size, int(getattr(storage, "record_ndim", 0))
+        whole = data.ndim - inner
+        if inner and whole > 0:
+            # trajectories stored as records repeat their handle over their own dimensions
+            slots, stamps = _first(index, whole, data.ndim), _first(generation, whole, data.ndim)
+            if slots is not None and stamps is not None:
+                index, generation = slots, stamps
+                shape, inner = shape[:whole], 0
         priority = checked_priority(sampler, priority, name=str(self.priority_key))
         if priority.shape != shape:
-            priority = _reduce(priority.reshape(*shape, -1), sampler.reduction, dim=-1)
+            priority = _reduce(priority.flatten(len(shape)), sampler.reduction, dim=-1)
+        if inner and not anchored and generation.numel():  # reshaped, or some steps of each only
+            priority = _per_handle(index, generation, priority, sampler.reduction)
         if anchored:
             priority, generation = _per_anchor(index, generation, priority, data.get("validity_mask", None))
         return self.update_priority_if_present(index=index, generation=generation, priority=priority)
@@ -217,6 +225,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                 data = self._transform.inv(data)
         if data is None:
             return torch.zeros((0, self._storage.ndim), dtype=torch.long)
+        self._check_layout(data, self._storage.ndim - 1)
         priority = self._first_priority(data)
         with self._exclusive():
             index = self._add(data)
@@ -252,6 +261,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             tensordicts = self._transform.inv(tensordicts)
         if tensordicts is None:
             return torch.zeros((0, self._storage.ndim), dtype=torch.long)
+        self._check_layout(tensordicts, self._storage.ndim)
         priority = None
         if update_priority is None or update_priority:
             priority = self._first_priority(tensordicts)
@@ -272,6 +282,21 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             elif priority is not None:
                 self.update_priority(index, priority)
         return index
+
+    def _check_layout(self, data: Any, ndim: int) -> None:
+        """Refuses records whose samples could not hold their handles, before anything is written."""
+        if is_tensorclass(data):
+            raise ValueError(
+                f"{type(self).__name__} takes tensordicts, got {type(data).__name__}: a tensorclass has no entries for "
+                "handles. Use GenerationalReplayBuffer or GenerationalPrioritizedReplayBuffer, whose info has them."
+            )
+        if self._storage.ndim > 1 and is_tensor_collection(data) and data.ndim > ndim:
+            raise ValueError(
+                f"The records have batch size {tuple(data.batch_size[ndim:])} of their own, got data of batch size "
+                f"{tuple(data.batch_size)} for a storage with ndim={self._storage.ndim}: coordinates do not fit into "
+                f"their samples. Give the data batch size {tuple(data.batch_size[:ndim])}, or use "
+                "GenerationalReplayBuffer, whose info has the handles."
+            )
 
     def _has_no_transform(self) -> bool:
         transform = self._transform
@@ -360,3 +385,22 @@ def _per_anchor(
         torch.where(none, 0, largest).reshape(shape),
         torch.where(none, NEVER_WRITTEN, generation).reshape(shape),
     )
+
+
+def _first(handle: torch.Tensor, whole: int, ndim: int) -> torch.Tensor | None:
+    """A handle without the dimensions ``whole`` to ``ndim``, all along which it is the same; ``None`` if it is not."""
+    if handle.ndim < ndim:
+        return handle
+    steps = handle.flatten(whole, ndim - 1)
+    first = steps.select(whole, 0)
+    return first if bool((steps == first.unsqueeze(whole)).all()) else None
+
+
+def _per_handle(index: torch.Tensor, generation: torch.Tensor, priority: torch.Tensor, reduction: str) -> torch.Tensor:
+    """For every row, the priorities of all rows with its handle, reduced to one."""
+    rows = generation.numel()
+    handle = torch.cat([index.reshape(rows, -1), generation.reshape(rows, 1)], -1)
+    group = torch.unique(handle, dim=0, return_inverse=True)[1].to(priority.device)
+    source = priority.reshape(rows)
+    reduced = torch.stack([_reduce(source[group == one], reduction, dim=0) for one in range(int(group.max()) + 1)])
+    return reduced[group].reshape(priority.shape)
