@@ -7,6 +7,7 @@ from torchrl_generational.buffers import (
     GenerationalTensorDictReplayBuffer,
 )
 from torchrl_generational.conversion import convert
+from torchrl_generational.ensembles import GenerationalReplayBufferEnsemble
 from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.max_value import GenerationalTensorDictMaxValueWriter
@@ -32,6 +33,7 @@ __all__ = [
     "GenerationalPrioritizedSampler",
     "GenerationalPrioritizedSliceSampler",
     "GenerationalReplayBuffer",
+    "GenerationalReplayBufferEnsemble",
     "GenerationalReplayBufferMixin",
     "GenerationalRoundRobinWriter",
     "GenerationalTensorDictMaxValueWriter",

@@ -20,7 +20,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import leading_shape
 
-__all__ = ["CARRIER_KEY", "follow"]
+__all__ = ["CARRIER_KEY", "carrier_of", "decode", "follow", "place_of"]
 
 #: The entry that a batch carries while it is collated and transformed.
 CARRIER_KEY = "_position_in_draw"
@@ -50,8 +50,8 @@ def follow(
     lead = batch_size[: max(info[GENERATION_KEY].ndim, 1)]
     # What has no elements is the same in every order. Kept alive, so that no new entry can take an old one's address.
     before = [leaf for leaf in data.values(True, True) if not isinstance(leaf, torch.Tensor) or leaf.numel()]
-    places = {_place(leaf) for leaf in before}
-    data.set(CARRIER_KEY, _carrier(data, lead))
+    places = {place_of(leaf) for leaf in before}
+    data.set(CARRIER_KEY, carrier_of(data, lead))
     for key in attach:
         value = info[key]
         value = torch.stack(value, -1) if isinstance(value, tuple) else _expand_right(value, data)
@@ -63,9 +63,9 @@ def follow(
     if CARRIER_KEY in result:
         with result.unlock_():
             result.pop(CARRIER_KEY)
-    position = None if bits is None else _decode(bits, lead.numel())
+    position = None if bits is None else decode(bits, lead.numel())
     if position is None:
-        if result.batch_size == batch_size and any(_place(leaf) in places for leaf in result.values(True, True)):
+        if result.batch_size == batch_size and any(place_of(leaf) in places for leaf in result.values(True, True)):
             return result, info  # some entry is untouched, so the records are where they were
         raise RuntimeError(
             "A transform rebuilt every entry of the batch and dropped or overwrote the one that ties records to their "
@@ -110,7 +110,7 @@ def _places(lead: torch.Size, ndim: int, device: torch.device | None) -> torch.T
     return torch.arange(lead.numel(), device=device).reshape([*lead, *[1] * (ndim - len(lead))])
 
 
-def _carrier(data: TensorDictBase, lead: torch.Size) -> TensorDict:
+def carrier_of(data: TensorDictBase, lead: torch.Size) -> TensorDict:
     """The position of each record: nested, so that code that concatenates all entries notices it."""
     places = _places(lead, data.ndim, data.device)[..., None]
     weights = 2 ** torch.arange(_num_bits(lead.numel()), device=data.device)
@@ -119,7 +119,7 @@ def _carrier(data: TensorDictBase, lead: torch.Size) -> TensorDict:
     return TensorDict({"bits": bits.expand(*data.shape, -1).clone()}, data.batch_size, device=data.device)
 
 
-def _decode(bits: torch.Tensor, num_records: int) -> torch.Tensor | None:
+def decode(bits: torch.Tensor, num_records: int) -> torch.Tensor | None:
     """Positions ``[...]``, or ``None`` if the entry does not hold any."""
     if bits.shape[-1] != 2 + _num_bits(num_records):
         return None
@@ -131,7 +131,7 @@ def _decode(bits: torch.Tensor, num_records: int) -> torch.Tensor | None:
     return position if bool(sound & (position < num_records).all()) else None
 
 
-def _place(leaf: Any) -> Any:
+def place_of(leaf: Any) -> Any:
     """Where an entry lies in memory."""
     if not isinstance(leaf, torch.Tensor) or not leaf.numel():
         return id(leaf)

@@ -22,7 +22,7 @@ from torchrl_generational.trees import TreeState
 
 __all__ = ["CheckedCheckpoints"]
 
-_PREFETCHED = "_generational_prefetched"  # the queue of prefetched batches, which TorchRL keeps as objects
+PREFETCHED = "_generational_prefetched"  # the queue of prefetched batches, which TorchRL keeps as objects
 
 # A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
 _Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
@@ -44,7 +44,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 self._catch_up_here()
                 state: dict[str, Any] = super().state_dict()
         prefetched = state["_prefetch_state"]
-        state[_PREFETCHED] = to_plain(prefetched["queue"])
+        state[PREFETCHED] = to_plain(prefetched["queue"])
         state["_prefetch_state"] = prefetched | {"queue": ()}
         return state
 
@@ -55,8 +55,8 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             ValueError: if capacity, shapes or priorities do not fit; nothing has changed then.
         """
         self._ready()
-        if _PREFETCHED in state_dict:
-            queue = from_plain(state_dict[_PREFETCHED])
+        if PREFETCHED in state_dict:
+            queue = from_plain(state_dict[PREFETCHED])
             state_dict = state_dict | {"_prefetch_state": state_dict["_prefetch_state"] | {"queue": queue}}
         self._validate_prefetch_state(state_dict.get("_prefetch_state"))
         with self._futures_lock:
@@ -66,7 +66,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 storage = state_dict["_storage"]
                 if self._storage.lock.is_shared and storage["initialized"]:
                     self._storage.check_first_records(storage["_storage"], bool(storage.get(RECORD_OBJECTS)))
-                self._check_records(_leaves(storage["_storage"]), storage["_len"])
+                self._check_records(leaves_of(storage["_storage"]), storage["_len"])
                 self._check_stamps(state_dict["_writer"].get("_generation"))
                 if isinstance(self._sampler, GenerationalPrioritizedSampler):
                     self._check_priorities(TreeState.from_state_dict(state_dict["_sampler"]))
@@ -174,11 +174,11 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             self._storage.check_first_records(records, records is not None and any(objects_in(records)))
         compressed = bool(getattr(self._storage.checkpointer, "_load_hooks", None))
         if records is not None and not compressed:
-            self._check_records(_leaves(records), metadata["len"])
+            self._check_records(leaves_of(records), metadata["len"])
 
     def _check_records(self, saved: dict[str, torch.Tensor], length: int) -> None:
         storage = self._storage
-        own = _leaves(storage._storage) if getattr(storage, "initialized", False) else {}
+        own = leaves_of(storage._storage) if getattr(storage, "initialized", False) else {}
         room = max(storage.max_size, storage.generations.numel())
         if own and saved and own.keys() != saved.keys():
             raise ValueError(
@@ -225,7 +225,7 @@ def _file_of(leaf: Any) -> Path | None:
         return None
 
 
-def _leaves(data: Any) -> dict[str, torch.Tensor]:
+def leaves_of(data: Any) -> dict[str, torch.Tensor]:
     """Tensors by name, of a storage's data or of its state."""
     if isinstance(data, torch.Tensor):
         return {"data": data}

@@ -23,7 +23,6 @@ _STAGED = ".generational-staged"
 _NUMBER = ".generational-dump"
 _FOLDERS = ("storage", "sampler", "writer")
 _ENTRIES = (*_FOLDERS, "rng_state", "transform.t", "buffer_metadata.json", "prefetch.pkl")  # TorchRL's
-_REQUIRED = ("buffer_metadata.json", "writer/metadata.json")
 
 
 def stage(path: Path) -> Path:
@@ -71,8 +70,12 @@ def complete_in_place(path: Path) -> None:
     _complete(path, in_place=True)
 
 
-def verify(path: Path) -> bool:
+def verify(path: Path, *, members: int | None = None) -> bool:
     """Refuses a directory that is not one complete checkpoint.
+
+    Args:
+        path: the directory.
+        members: how many buffers it holds, if it is that of an ensemble.
 
     Returns:
         Whether the records in it may be newer than the rest, because the storage that was saved lies there itself.
@@ -102,7 +105,8 @@ def verify(path: Path) -> bool:
             if found != size:
                 raise ValueError(f"{path} is damaged: {name} has {found} bytes instead of {size}. {_REMEDY}")
         return bool(manifest["in_place"])
-    _require(path, _REQUIRED)
+    writers = ["writer"] if members is None else [f"writer/{number}" for number in range(members)]
+    _require(path, ("buffer_metadata.json", *(f"{writer}/metadata.json" for writer in writers)))
     return False
 
 

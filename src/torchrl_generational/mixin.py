@@ -12,6 +12,7 @@ from tensordict import is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import (
     PrioritizedReplayBuffer,
+    RemoteTensorDictReplayBuffer,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
@@ -76,6 +77,31 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
                     f"{cls.__name__}: the mixin replaces _sample, and {base.__name__} has one of its own that would be "
                     "skipped. Put what it does into a sampler, a transform or a class in front of the mixin."
                 )
+            if base is RemoteTensorDictReplayBuffer:
+                raise TypeError(
+                    f"{cls.__name__}: RemoteTensorDictReplayBuffer forwards the methods that TorchRL knows, and no "
+                    "conditional update. Any buffer of this package can be made in another process by "
+                    "torch.distributed.rpc.remote(worker, GenerationalTensorDictReplayBuffer, kwargs=...), and its "
+                    "methods called by rref.rpc_sync()."
+                )
+
+    # ---------------------------------------------------------------- Ray
+
+    @classmethod
+    def _ServiceClass(cls, service_backend: str, *args: Any, **kwargs: Any) -> Any:  # noqa: N802  TorchRL's name
+        """What ``service_backend="ray"`` makes."""
+        if service_backend != "ray":
+            return super()._ServiceClass(service_backend, *args, **kwargs)
+        from torchrl_generational.ray import served
+
+        return served(cls, *args, **kwargs)
+
+    @classmethod
+    def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
+        """TorchRL's ``as_remote``, of a class whose handles do not outlive a restart of its actor. Needs Ray."""
+        from torchrl_generational.ray import in_actor
+
+        return super(GenerationalReplayBufferMixin, in_actor(cls)).as_remote(remote_config)
 
     # ---------------------------------------------------------------- locks
 
@@ -133,7 +159,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
                 index, info = whole_records(lambda: self._draw(sampler, batch_size), unit=unit, once=once)
             else:
                 index, info = self._draw(sampler, batch_size)
-            data = storage.get(_on_device_of(index, storage))
+            data = storage.get(on_device_of(index, storage))
         return self._finish_sample(data, info)
 
     def _draw(self, sampler: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
@@ -364,7 +390,7 @@ class _Section:
         self.lock.release()
 
 
-def _on_device_of(index: Any, storage: Any) -> Any:
+def on_device_of(index: Any, storage: Any) -> Any:
     """A sampler's index where the storage can use it."""
     device = getattr(storage, "device", None)
     if device is None or device == "auto":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,12 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
     Samples carry ``index`` and ``index_generation`` as entries. ``add`` and ``extend`` write a record and its first
     priority in one section, so that no other thread sees the one without the other.
 
-    Thread safety, arguments and errors as :class:`GenerationalReplayBufferMixin`.
+    Args:
+        conditional_updates: whether :meth:`update_tensordict_priority` compares handles too. The attribute of this name
+            may be changed at any time, and :func:`~torchrl_generational.trainer.use_conditional_updates` sets it.
+        **kwargs: the arguments of :class:`GenerationalReplayBufferMixin`.
+
+    Thread safety and errors as :class:`GenerationalReplayBufferMixin`.
 
     Example:
         >>> class MyBuffer(GenerationalTensorDictReplayBufferMixin, TensorDictReplayBuffer):
@@ -51,6 +57,12 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
 
     _default_writer: type[Writer] = GenerationalTensorDictRoundRobinWriter
     _visible_handles = ("index", GENERATION_KEY)
+    conditional_updates: bool = False
+    _giving_first: int | None = None  # the thread that gives a record just written its priority
+
+    def __init__(self, *, conditional_updates: bool = False, **kwargs: Any) -> None:
+        self.conditional_updates = conditional_updates
+        super().__init__(**kwargs)
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, **deprecated: Any) -> Any:
         """Draws a batch whose entries include ``index``, ``index_generation`` and, by priority, its weights.
@@ -192,12 +204,28 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Updates priorities by raw index; see TorchRL's. Prefer :meth:`update_tensordict_priority_if_present`.
 
+        With ``conditional_updates`` it does what that method does, for code that knows only this name: TorchRL's
+        trainers and remote buffers. Without priorities it does nothing, either way.
+
         Raises:
             RuntimeError: in another process than the one that keeps the priorities.
+            KeyError, TypeError, ValueError, IndexError: with ``conditional_updates``, as
+                :meth:`update_tensordict_priority_if_present`.
         """
         self._ready()
         self._refuse_elsewhere()
-        super().update_tensordict_priority(data)
+        if not self.conditional_updates or self._giving_first == threading.get_ident():
+            super().update_tensordict_priority(data)
+        elif keeps_priorities(self._learners_sampler()):
+            self.update_tensordict_priority_if_present(data)
+
+    def _give_first_priority(self, data: Any) -> None:
+        """Updates by the slot just written to, whatever old handle ``data`` holds, through overrides. Lock held."""
+        self._giving_first = threading.get_ident()
+        try:
+            self.update_tensordict_priority(data)
+        finally:
+            self._giving_first = None
 
     def _entry(self, data: TensorDictBase, key: Any, method: str) -> torch.Tensor:
         value = data.get(key, None)
@@ -235,7 +263,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                 if self._follows:
                     self._leave_first_priority(index, priority, 1)
                 elif self._storage.ndim == 1 and (priority is not None or not self._defaults_are_plain()):
-                    self.update_tensordict_priority(data)
+                    self._give_first_priority(data)
                 elif priority is not None:
                     self.update_priority(index, self._per_record(priority, index.shape[0]))
         return index

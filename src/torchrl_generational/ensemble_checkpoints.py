@@ -1,0 +1,126 @@
+"""Checkpoints of all members of an ensemble, of one moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchrl.data.replay_buffers import ReplayBufferEnsemble
+
+from torchrl_generational import manifest
+from torchrl_generational.checkpoints import PREFETCHED, leaves_of
+from torchrl_generational.plain import RECORD_OBJECTS, from_plain, to_plain
+from torchrl_generational.samplers import GenerationalPrioritizedSampler
+from torchrl_generational.trees import TreeState
+
+__all__ = ["EnsembleCheckpoints"]
+
+_Ensemble: Any = ReplayBufferEnsemble if TYPE_CHECKING else object
+
+
+class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
+    """``state_dict``, ``dumps`` and their like over all members, checked before the first one changes."""
+
+    _rbs: tuple[Any, ...]
+
+    def _still(self) -> AbstractContextManager[None]:
+        """No work in flight, here and in the members, and all their locks."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """One consistent snapshot of all members, in TorchRL's layout; see the members' own ``state_dict``."""
+        with self._still():
+            for rb in self._rbs:
+                rb._catch_up_here()
+            state: dict[str, Any] = super().state_dict()
+        prefetched = state["_prefetch_state"]
+        return state | {PREFETCHED: to_plain(prefetched["queue"]), "_prefetch_state": prefetched | {"queue": ()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state of this class, or of TorchRL's, in one section over all members.
+
+        Raises:
+            ValueError: if the number of members, capacities, shapes or priorities do not fit; nothing has changed.
+        """
+        if PREFETCHED in state_dict:
+            queue = from_plain(state_dict[PREFETCHED])
+            state_dict = state_dict | {"_prefetch_state": state_dict["_prefetch_state"] | {"queue": queue}}
+        self._validate_prefetch_state(state_dict.get("_prefetch_state"))
+        parts = [state_dict[part] for part in ("_storage", "_sampler", "_writer")]
+        self._check_number(*(len(part) for part in parts))
+        with self._still():
+            for number, rb in enumerate(self._rbs):
+                storage, sampler, writer = (part[str(number)] for part in parts)
+                rb._refuse_restore()
+                if rb.storage.lock.is_shared and storage["initialized"]:
+                    rb.storage.check_first_records(storage["_storage"], bool(storage.get(RECORD_OBJECTS)))
+                rb._check_records(leaves_of(storage["_storage"]), storage["_len"])
+                rb._check_stamps(writer.get("_generation"))
+                if isinstance(rb.sampler, GenerationalPrioritizedSampler):
+                    rb._check_priorities(TreeState.from_state_dict(sampler))
+            with self._loading():
+                super().load_state_dict(state_dict)
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves all members in one section, in TorchRL's layout with a manifest; see the members' own ``dumps``."""
+        path = Path(path).absolute()
+        path.mkdir(exist_ok=True)
+        with self._still():
+            for rb in self._rbs:
+                rb._catch_up_here()
+            if any(rb._lies_in(path / "storage" / str(number)) for number, rb in enumerate(self._rbs)):
+                manifest.begin_in_place(path)
+                super().dumps(path)
+                manifest.complete_in_place(path)
+            else:
+                super().dumps(manifest.stage(path))
+                manifest.commit(path)
+
+    def loads(self, path: str | Path) -> None:
+        """Takes over what ``dumps`` of this class, or of TorchRL's, saved; in one section over all members.
+
+        Raises:
+            FileNotFoundError, ValueError: as the members' own ``loads``; nothing has changed in any member.
+        """
+        path = Path(path).absolute()
+        with self._still():
+            manifest.settle(path)
+            records_may_be_newer = manifest.verify(path, members=len(self._rbs))
+            self._check_number(sum(entry.is_dir() for entry in (path / "writer").iterdir()))
+            said = path / "storage" / "metadata.json"
+            empty = json.loads(said.read_text())["empty_members"] if said.exists() else ()
+            for number, rb in enumerate(self._rbs):
+                storage, sampler, writer = (path / part / str(number) for part in ("storage", "sampler", "writer"))
+                rb._refuse_restore()
+                if number not in empty:
+                    rb._check_stored_records(storage)
+                saved = json.loads((writer / "metadata.json").read_text()).get("generation_shape")
+                rb._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
+                if isinstance(rb.sampler, GenerationalPrioritizedSampler):
+                    rb._check_priorities(TreeState.from_path(sampler))
+            if any(rb._lies_in(path / "storage" / str(number)) for number, rb in enumerate(self._rbs)):
+                manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
+            with self._loading():
+                super().loads(path)
+            if records_may_be_newer:
+                for rb in self._rbs:
+                    rb.storage.slot_generations.replaced(int(rb.storage._len_along_dim0 or 0))
+
+    def _check_number(self, *saved: int) -> None:
+        if set(saved) != {len(self._rbs)}:
+            raise ValueError(
+                f"The checkpoint holds {max(saved)} members but this ensemble has {len(self._rbs)}. Nothing was "
+                "loaded. Load it into an ensemble like the one that it was saved from."
+            )
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        with contextlib.ExitStack() as loading:
+            for rb in self._rbs:
+                loading.enter_context(rb._loading_storage())
+            yield

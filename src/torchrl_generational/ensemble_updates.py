@@ -1,0 +1,287 @@
+"""Routes the rows of a batch to the members of an ensemble that they are from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers import ReplayBufferEnsemble
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+from torchrl.data.replay_buffers.utils import _reduce
+
+from torchrl_generational.arrays import index_array
+from torchrl_generational.generations import GENERATION_KEY
+from torchrl_generational.indexing import as_int64, normalise_handles
+from torchrl_generational.leaves import checked_array, checked_priority
+from torchrl_generational.priorities import as_priority, match_shape
+from torchrl_generational.result import UpdateResult
+from torchrl_generational.samplers import stores_arrays
+from torchrl_generational.stamps import NEVER_WRITTEN
+from torchrl_generational.trees import tree_dtype
+
+__all__ = ["EnsembleUpdates"]
+
+_Ensemble: Any = ReplayBufferEnsemble if TYPE_CHECKING else object
+
+
+class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
+    """Conditional and raw updates of an ensemble, and its totals."""
+
+    _rbs: tuple[Any, ...]
+
+    @property
+    def priority_key(self) -> Any:
+        """The entry that the members read TD errors from; ``"td_error"`` if none of them reads any.
+
+        Raises:
+            ValueError: if they read different ones.
+        """
+        keys = {rb.priority_key for rb in self._rbs if hasattr(rb, "priority_key")} or {"td_error"}
+        if len(keys) > 1:
+            raise ValueError(
+                f"The members of this ensemble read their TD errors from different entries, {sorted(map(str, keys))}. "
+                "Give them one priority_key, or call update_priority_if_present(index=sample['index'], ...)."
+            )
+        return keys.pop()
+
+    def update_priority_if_present(
+        self, *, index: Any, generation: Any, priority: Any, buffer_ids: Any = None
+    ) -> UpdateResult:
+        """Updates the priorities of the records that are still in their slots of their members; says which those were.
+
+        All rows are checked, for all members, before the first member changes. Then each member's rows are compared
+        and updated in one critical section of that member, in the order of the batch, as by its own
+        ``update_priority_if_present``; the members follow one another, and another thread may write to one of them in
+        between.
+
+        Args:
+            index: a tensordict or mapping with ``index`` and ``buffer_ids``, as a sample and its info hold it under
+                ``"index"``; or the index within the members alone, in any form that their own method takes.
+            generation: the sample's ``index_generation``, int64 ``[...]``.
+            priority: as the members' own method: a number, or ``[...]`` or ``[..., 1]``.
+            buffer_ids: the number of each row's member, int64 ``[...]`` or the beginning of that shape; if ``index``
+                does not have them.
+
+        Returns:
+            One :class:`UpdateResult` for the whole batch, with masks of shape ``[...]``.
+
+        Raises:
+            TypeError: if rows are of a member without priorities, or an argument has the wrong kind of numbers.
+            ValueError: if shapes do not fit, a member does not exist, or a priority is NaN, infinite, negative or too
+                large for the tree.
+            IndexError: if an index outside its member's storage comes with a generation that a record can have.
+            RuntimeError: if nothing has ever been written to a member with rows in the batch.
+
+            Whatever is raised, nothing has changed in any member, unless another thread exchanges a member's parts
+            at the same time.
+
+        Complexity: O(members · rows + rows · log capacity).
+
+        Example:
+            >>> from torchrl_generational import GenerationalLazyTensorStorage, GenerationalPrioritizedReplayBuffer
+            >>> from torchrl_generational import GenerationalReplayBufferEnsemble
+            >>> members = [
+            ...     GenerationalPrioritizedReplayBuffer(alpha=1, beta=1, storage=GenerationalLazyTensorStorage(4))
+            ...     for _ in range(2)
+            ... ]
+            >>> index = [member.extend(torch.arange(4)) for member in members]
+            >>> rb = GenerationalReplayBufferEnsemble(*members, batch_size=4)
+            >>> data, info = rb.sample(return_info=True)
+            >>> rb.update_priority_if_present(
+            ...     index=info["index"], generation=info["index_generation"], priority=torch.rand(2, 2)
+            ... )
+            UpdateResult(num_updated=4, num_stale=0, num_rejected=0, shape=(2, 2))
+        """
+        index, buffer_ids = _split(index, buffer_ids)
+        device = self._common_device()
+        generation = as_int64("generation", generation, device)
+        values = match_shape(as_priority(priority, dtype=torch.float64, device=device), generation.shape)
+        return self._update(index, buffer_ids, generation, values)
+
+    def update_tensordict_priority_if_present(self, data: TensorDictBase) -> UpdateResult:
+        """Updates the priorities of a sample's records that are still in their slots of their members.
+
+        Reads ``("index", "index")``, ``("index", "buffer_ids")``, ``index_generation`` and :attr:`priority_key`. What
+        is more than one number per record is reduced by the ``reduction`` of the member's sampler.
+
+        Args:
+            data: a sample of this ensemble, or any part or reshaping of one, with the priority entry set.
+
+        Returns:
+            An :class:`UpdateResult` with masks of the sample's batch shape (its leading dimensions, where each record
+            is a trajectory).
+
+        Raises:
+            KeyError: if an entry is missing.
+            TypeError, ValueError, IndexError, RuntimeError: as :meth:`update_priority_if_present`.
+        """
+        # trajectories stored as records repeat their handle over their own dimensions
+        inner = min(data.ndim, max(int(getattr(rb.storage, "record_ndim", 0)) for rb in self._rbs))
+        shape = data.batch_size[: data.ndim - inner]
+        first = (*(slice(None),) * len(shape), *(0,) * inner)
+        keys = (("index", "buffer_ids"), ("index", "index"), GENERATION_KEY)
+        ids, index, generation = (self._entry(data, key)[first] for key in keys)
+        priority, device = self._entry(data, self.priority_key), self._common_device()
+        values = as_priority(priority, dtype=torch.float64, device=device, name=str(self.priority_key))
+        values = values.reshape(shape.numel(), -1) if values.numel() else values.reshape(0, 1)
+        return self._update(index, ids, as_int64("generation", generation, device), values)
+
+    def _entry(self, data: TensorDictBase, key: Any) -> torch.Tensor:
+        value = data.get(key, None)
+        if not isinstance(value, torch.Tensor):
+            raise KeyError(
+                f"{type(self).__name__}.update_tensordict_priority_if_present reads the entry {key!r}, and the data "
+                f"has only {sorted(map(str, data.keys(True, True)))}. Pass a sample of this ensemble, with its TD "
+                f"errors under {self.priority_key!r}."
+            )
+        return value
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Writes priorities by raw index, whatever record is there now; TorchRL's ensemble does nothing here.
+
+        Prefer :meth:`update_priority_if_present`.
+
+        Args:
+            index: a tensordict or mapping with ``index`` and ``buffer_ids``, as a sample holds it under ``"index"``.
+            priority: a number, or one number per row.
+
+        Raises:
+            TypeError, ValueError, IndexError, RuntimeError: as :meth:`update_priority_if_present`.
+        """
+        index, buffer_ids = _split(index, None)
+        device = self._common_device()
+        written = torch.zeros_like(as_int64("buffer_ids", buffer_ids, device))
+        values = match_shape(as_priority(priority, dtype=torch.float64, device=device), written.shape)
+        for route in self._routes(index, buffer_ids, written, values, "update_priority"):
+            route.member.update_priority(route.places, route.priority)
+
+    def _update(self, index: Any, buffer_ids: Any, generation: torch.Tensor, values: torch.Tensor) -> UpdateResult:
+        updated = torch.zeros(generation.numel(), dtype=torch.bool, device=generation.device)
+        stamps = generation.reshape(-1)
+        for route in self._routes(index, buffer_ids, generation, values, "update_priority_if_present"):
+            result = route.member.update_priority_if_present(
+                index=route.places, generation=stamps[route.rows], priority=route.priority
+            )
+            updated[route.rows] = result.updated_mask.to(updated.device)
+        return UpdateResult(updated.reshape(generation.shape))
+
+    def _routes(
+        self, index: Any, buffer_ids: Any, generation: torch.Tensor, values: torch.Tensor, method: str
+    ) -> list[_Route]:
+        """The rows of each member, all of them checked. Rows of other members take no part in a member's checks."""
+        shape, device = generation.shape, generation.device
+        owner = self._owners(buffer_ids, shape, device)
+        routes = []
+        for number in sorted(set(owner.tolist())):
+            rb, mine = self._rbs[number], owner == number
+            storage, sampler = rb._written_storage(method), rb._drawing_sampler()
+            if not isinstance(sampler, PrioritizedSampler):
+                raise TypeError(
+                    f"{type(self).__name__}.{method}: {int(mine.sum())} rows of the batch are from member {number}, "
+                    f"which draws without priorities ({type(sampler).__name__}). Leave out the rows whose buffer_ids "
+                    f"are {number}, or build that member with sampler=GenerationalPrioritizedSampler(...)."
+                )
+            space, rows = storage.generations.shape, mine.nonzero()[:, 0]
+            places = _plain_places(index, rows, shape, space)
+            if places is None:
+                stamps = torch.where(mine, generation.reshape(-1), NEVER_WRITTEN).reshape(shape)
+                places = normalise_handles(index, stamps, space, device).cells[rows]
+                if len(space) > 1:
+                    places = torch.stack(torch.unravel_index(places, space), -1)
+            priority = _plain_priority(sampler, values, rows)
+            if priority is None:
+                others = (~mine).reshape((-1, *(1,) * (values.ndim - 1)))
+                priority = checked_priority(sampler, values.masked_fill(others, 0) if values.ndim else values)
+                priority = priority[rows.to(priority.device)] if values.ndim else priority
+            if priority.ndim > 1:
+                priority = _reduce(priority, sampler.reduction, dim=-1) if priority.shape[-1] > 1 else priority[:, 0]
+            routes.append(_Route(rb, rows, places, priority))
+        return routes
+
+    def _owners(self, buffer_ids: Any, shape: torch.Size, device: torch.device) -> torch.Tensor:
+        """The member of each row, ``[rows]``; the first of several numbers, where one buffer stands more than once."""
+        ids = as_int64("buffer_ids", buffer_ids, device)
+        if ids.shape != shape[: ids.ndim]:
+            raise ValueError(
+                f"buffer_ids has shape {tuple(ids.shape)} but generation has shape {tuple(shape)}. Pass one member per "
+                "handle, both as the sample carries them."
+            )
+        ids = ids.reshape((*ids.shape, *(1,) * (len(shape) - ids.ndim))).expand(shape).reshape(-1)
+        wrong = (ids < 0) | (ids >= len(self._rbs))
+        if wrong.any():
+            row = int(wrong.nonzero()[0, 0])
+            raise ValueError(
+                f"buffer_ids must lie within the {len(self._rbs)} members of this ensemble, got {int(ids[row])} (row "
+                f"{row} of the batch). Pass those of a sample of this very ensemble."
+            )
+        members = [id(rb) for rb in self._rbs]
+        return torch.tensor([members.index(member) for member in members], device=device)[ids]
+
+    def _common_device(self) -> torch.device:
+        """The device of the members' stamps, if they have one."""
+        devices = {rb.storage.slot_generations.device for rb in self._rbs}
+        return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+    def update_if_present(self, **kwargs: Any) -> UpdateResult:
+        """TorchRL's conditional update of stored fields by ``index`` of a sample, with an :class:`UpdateResult`.
+
+        TorchRL's routing updates one member after the other: what a later one refuses leaves earlier ones updated.
+        """
+        self._ready()
+        outcome = super().update_if_present(**kwargs)
+        return UpdateResult(outcome.updated, outcome.version_rejected)
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """TorchRL's totals over the members, and those of their conditional updates, whoever made them."""
+        if self.initialized:
+            self._ready()
+        stats: dict[str, int | float | bool] = super().stats()
+        members = [rb.stats() for rb in {id(rb): rb for rb in self._rbs}.values()]
+        for key in ("conditional_updated", "conditional_stale"):
+            stats[key] = sum(member[key] for member in members)
+        return stats
+
+
+class _Route(NamedTuple):
+    """Rows of a batch that are one member's."""
+
+    member: Any
+    rows: torch.Tensor
+    places: torch.Tensor
+    priority: torch.Tensor
+
+
+def _split(index: Any, buffer_ids: Any) -> tuple[Any, Any]:
+    """The index within the members, and the members."""
+    if isinstance(index, TensorDictBase | Mapping) and buffer_ids is None:
+        missing = {"index", "buffer_ids"} - set(index.keys())
+        if missing:
+            raise ValueError(
+                f"index has the entries {sorted(map(str, index.keys()))} and lacks {sorted(missing)}. Pass "
+                "sample['index'], or info['index'], of a sample of this ensemble."
+            )
+        return index["index"], index["buffer_ids"]
+    if buffer_ids is None or isinstance(index, TensorDictBase | Mapping):
+        raise TypeError(
+            f"index ({type(index).__name__}) has to come with the members of its rows, once. Pass "
+            "index=sample['index'] (or info['index']), or index= and buffer_ids= of one shape."
+        )
+    return index, buffer_ids
+
+
+def _plain_places(index: Any, rows: torch.Tensor, shape: torch.Size, space: torch.Size) -> torch.Tensor | None:
+    """The index of ``rows``, if no conversion and no look at the stamps is needed to know that it is one."""
+    if len(space) > 1 or not isinstance(index, torch.Tensor) or index.shape != shape or index.device != rows.device:
+        return None
+    places = index.reshape(-1).index_select(0, rows)
+    return places if index_array(places, space[0]) is not None else None
+
+
+def _plain_priority(sampler: Any, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+    """The priorities of ``rows``, if they are on the CPU and the sampler's trees can hold them."""
+    if not values.ndim or not stores_arrays(sampler):
+        return None
+    priority = values.index_select(0, rows).to(tree_dtype(sampler))
+    return priority if checked_array(sampler, priority) is not None else None

@@ -1,0 +1,318 @@
+"""An ensemble of buffers: each row of a batch says which member it is from, and its TD error goes back to that one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import wait
+from functools import partial
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers import ReplayBufferEnsemble
+from torchrl.data.replay_buffers.storages.utils import _collate_id, _stack_anything
+from torchrl.data.replay_buffers.utils import pin_memory_output
+
+from torchrl_generational.buffers import GenerationalReplayBuffer
+from torchrl_generational.ensemble_checkpoints import EnsembleCheckpoints
+from torchrl_generational.ensemble_draws import Draw, attached, follow_parts, on_first, steps_of
+from torchrl_generational.ensemble_updates import EnsembleUpdates
+from torchrl_generational.mixin import GenerationalReplayBufferMixin
+
+__all__ = ["GenerationalReplayBufferEnsemble"]
+
+
+class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, ReplayBufferEnsemble):  # type: ignore[misc]
+    """:class:`~torchrl.data.ReplayBufferEnsemble` whose samples carry handles, and which routes priorities back.
+
+    A sample has three entries per row: ``("index", "buffer_ids")`` says which member the record is from,
+    ``("index", "index")`` and ``"index_generation"`` are its handle there. Data that are no tensordict have them in
+    the info. Rows keep them through collation and transforms, whatever shape these give the batch. Rows of members
+    that draw without priorities weigh 1.
+
+    Each member is one critical section, for a draw as for an update; a batch over several members is not one: another
+    thread may write to a member between the sections of two. Routed writes (``routing_key``, ``routing_dim``),
+    ``empty``, checkpoints and restores are one section over all members.
+
+    Args:
+        *rbs: the members, buffers of this package.
+        storages: a :class:`~torchrl.data.replay_buffers.StorageEnsemble`, with ``samplers`` and ``writers`` instead
+            of ``rbs``.
+        samplers: a :class:`~torchrl.data.replay_buffers.SamplerEnsemble`.
+        writers: a :class:`~torchrl.data.replay_buffers.WriterEnsemble`.
+        collate_fns: one per member.
+        **kwargs: the others of the TorchRL class.
+
+    Raises:
+        TypeError: if a member is no buffer of this package, is an ensemble itself, or has a sample unit.
+        ValueError: if members have storages of different ``ndim``, or for ``shared=True``.
+
+    Thread safety: all methods may be called from any thread. Lock order: futures locks, the ensemble's lock, the locks
+    of the members' storages. Process safety: the ensemble stays in its process; its members may be shared.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_generational import GenerationalLazyTensorStorage
+        >>> from torchrl_generational import GenerationalTensorDictPrioritizedReplayBuffer
+        >>> new, old = (
+        ...     GenerationalTensorDictPrioritizedReplayBuffer(
+        ...         alpha=0.7, beta=0.5, storage=GenerationalLazyTensorStorage(8)
+        ...     )
+        ...     for _ in range(2)
+        ... )
+        >>> rb = GenerationalReplayBufferEnsemble(new, old, sample_from_all=True, batch_size=8)
+        >>> index = new.extend(TensorDict({"x": torch.arange(8)}, [8]))
+        >>> index = old.extend(TensorDict({"x": torch.arange(8)}, [8]))
+        >>> sample = rb.sample()
+        >>> sample["index", "buffer_ids"]
+        tensor([[0, 0, 0, 0],
+                [1, 1, 1, 1]])
+        >>> index = new.extend(TensorDict({"x": torch.arange(8)}, [8]))  # the ring of the first member wraps
+        >>> sample["td_error"] = torch.rand(2, 4)
+        >>> rb.update_tensordict_priority_if_present(sample)
+        UpdateResult(num_updated=4, num_stale=4, num_rejected=0, shape=(2, 4))
+    """
+
+    # TorchRL's
+    _rbs: tuple[Any, ...]
+    _collate_fns: Any
+    _storage: Any
+    _sampler: Any
+    _writer: Any
+    _made = False  # set once all parts are in place
+
+    def __init__(
+        self,
+        *rbs: Any,
+        storages: Any = None,
+        samplers: Any = None,
+        writers: Any = None,
+        collate_fns: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if not rbs and None not in (storages, samplers, writers):
+            rbs = _members_of(storages, samplers, writers, collate_fns)
+            for name in ("p", "sample_from_all", "num_buffer_sampled"):
+                kwargs.setdefault(name, getattr(samplers, name))
+            storages = samplers = writers = None
+        self._check_members(rbs)
+        super().__init__(*rbs, storages=storages, samplers=samplers, writers=writers, collate_fns=collate_fns, **kwargs)
+
+    def _check_members(self, rbs: tuple[Any, ...]) -> None:
+        name = type(self).__name__
+        for number, rb in enumerate(rbs):
+            if not isinstance(rb, GenerationalReplayBufferMixin):
+                nested = isinstance(rb, ReplayBufferEnsemble)
+                raise TypeError(
+                    f"{name} needs members whose samples carry generations, got {type(rb).__name__} as member "
+                    f"{number}. "
+                    + (
+                        "Ensembles do not nest: pass its members themselves."
+                        if nested
+                        else "Use GenerationalReplayBuffer, GenerationalTensorDictReplayBuffer, "
+                        "GenerationalPrioritizedReplayBuffer or GenerationalTensorDictPrioritizedReplayBuffer, or put "
+                        "GenerationalReplayBufferMixin in front of your class."
+                    )
+                )
+            if rb._sample_unit is not None:
+                raise TypeError(
+                    f"{name} draws by the samplers of its members, and member {number} has a sample_unit, which that "
+                    "leaves out. Use a slice sampler there, or sample that buffer on its own."
+                )
+        dimensions = [rb.storage.ndim for rb in rbs]
+        if len(set(dimensions)) > 1:
+            raise ValueError(
+                f"{name} puts the indices of its members into one tensor, and their storages have ndim={dimensions}. "
+                "Use storages of one ndim."
+            )
+
+    def _ready(self) -> None:
+        """Initialises an ensemble with ``delayed_init``."""
+        if not self._made:
+            with self._replay_lock:
+                if not self.initialized:
+                    self._init()
+                self._made = True
+        # what members exchanged in the meantime
+        self._storage._storages = tuple(rb.storage for rb in self._rbs)
+        self._sampler._samplers = tuple(rb.sampler for rb in self._rbs)
+        self._writer._writers = tuple(rb.writer for rb in self._rbs)
+
+    # ---------------------------------------------------------------- locks
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The locks of all members' storages, in an order that is the same for every ensemble."""
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._replay_lock)
+            for rb in sorted(self._rbs, key=lambda rb: id(rb._replay_lock)):
+                held.enter_context(rb._exclusive())
+            yield
+
+    @contextlib.contextmanager
+    def _still(self) -> Iterator[None]:
+        """No work in flight, here and in the members, and all their locks."""
+        self._ready()
+        with contextlib.ExitStack() as held:
+            for buffer in (self, *sorted(self._rbs, key=id)):
+                held.enter_context(buffer._futures_lock)
+                buffer._synchronize_futures_locked()  # needs the storages' locks
+            held.enter_context(self._locked())
+            yield
+
+    # TorchRL's queue of prefetched batches is the same in every buffer
+    _drop_prefetched = GenerationalReplayBufferMixin._drop_prefetched
+    _drop_failed_batches = GenerationalReplayBufferMixin._drop_failed_batches
+
+    def _synchronize_futures_locked(self) -> None:
+        wait(self._prefetch_queue)
+        self._drop_failed_batches()
+        super()._synchronize_futures_locked()
+
+    # ---------------------------------------------------------------- sampling
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Draws a batch; see TorchRL's ``sample``. Prefetched draws that failed are drawn again."""
+        self._ready()
+        if self._prefetch:
+            with self._futures_lock:
+                wait((*self._prefetch_queue,)[:1])  # the next one
+                self._drop_failed_batches()
+        return super().sample(batch_size, return_info)
+
+    @pin_memory_output  # type: ignore[untyped-decorator]
+    def _sample(self, batch_size: int) -> tuple[Any, TensorDictBase]:
+        drawn = Draw(self._rbs)
+        with self._replay_lock:  # one generator for all members
+            found, _ = drawn.sampler(self._sampler).sample(self._storage, batch_size)
+        chunks, places = [], []
+        for number, place in zip(found["buffer_ids"].tolist(), drawn.places(found["index"]), strict=True):
+            data = drawn.records(place)
+            transforms = self._storage._transforms
+            for step in (*steps_of(transforms and transforms[number]), self._collate_fns[number]):
+                if step is not _collate_id:
+                    data, place = follow_parts([data], [place], partial(on_first, step))
+            chunks.append(data)
+            places.append(place)
+        collate = self._collate_fn_val
+        if collate is not _stack_anything:
+            data, place = follow_parts(chunks, places, collate)
+        elif len({place.shape for place in places}) == 1:
+            data, place = collate(chunks), torch.stack(places)
+        else:
+            raise RuntimeError(
+                f"The members gave parts of shapes {[tuple(place.shape) for place in places]}, which do not stack. "
+                "Build the ensemble with collate_fn=torch.cat, or have the members draw parts of one length."
+            )
+        for step in steps_of(self._transform):
+            data, place = follow_parts([data], [place], partial(on_first, step))
+        info = drawn.info(place)
+        return attached(data, info), info
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Whether the members can serve a batch; see TorchRL's ``can_sample``."""
+        self._ready()
+        wanted = self._batch_size if batch_size is None else batch_size
+        if wanted is None:
+            return bool(super().can_sample(wanted))  # refuses
+        with self._replay_lock:
+            return bool(Draw(self._rbs).sampler(self._sampler).can_sample(self._storage, wanted))
+
+    def __getitem__(self, index: Any) -> Any:
+        """A member, an ensemble of some of them, or records of theirs; see TorchRL's."""
+        self._ready()
+        with self._locked() if isinstance(index, tuple) else contextlib.nullcontext():
+            found = super().__getitem__(index)
+        if type(found) is not ReplayBufferEnsemble:
+            return found
+        return type(self)(
+            *found._rbs,
+            transform=self._transform,
+            batch_size=self._batch_size,
+            collate_fn=self._collate_fn_val,
+            collate_fns=found._collate_fns,
+            p=found._sampler.p,
+            sample_from_all=found._sampler.sample_from_all,
+            num_buffer_sampled=found._sampler.num_buffer_sampled,
+            generator=self._rng,
+        )
+
+    # ---------------------------------------------------------------- writing
+
+    def extend(self, data: Any, *, update_priority: bool | None = None) -> TensorDictBase:
+        """Routes a batch to the members, and returns the handles of its records; see TorchRL's.
+
+        One section over all members, so that the handles are those of the records written here.
+        """
+        self._ready()
+        with self._locked():
+            return super().extend(data, update_priority=update_priority)
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Empties all members in one section: every handle is stale and prefetched batches are dropped."""
+        with self._still():
+            self._drop_prefetched()
+            for rb in self._rbs:
+                rb.empty(empty_write_count)
+
+    def end_streams(self, **kwargs: Any) -> None:
+        """Closes each member's stream; see TorchRL's."""
+        with self._still():
+            super().end_streams(**kwargs)
+
+    # ---------------------------------------------------------------- parts and processes
+
+    def _refuse_exchange(self, part: Any, *args: Any) -> Any:
+        raise RuntimeError(
+            f"{type(self).__name__} draws, writes and updates with the parts of its members. Exchange a member's "
+            "(ensemble[i].set_sampler(...), set_writer, set_storage), set ensemble.sampler.p, or build another one."
+        )
+
+    set_storage = set_sampler = set_writer = _refuse_exchange
+
+    def share(self, shared: bool = True) -> Any:
+        """Refuses to share the ensemble: share its members instead.
+
+        Raises:
+            ValueError: for ``shared=True``.
+        """
+        if shared:
+            raise ValueError(_NOT_SHARED)
+        return super().share(shared)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            raise ValueError(_NOT_SHARED)
+        state: dict[str, Any] = super().__getstate__()
+        return state
+
+
+_NOT_SHARED = (
+    "An ensemble stays in the process that samples and updates. Share its members, member.share(), before or after it "
+    "is made; hand those to the processes that write, and keep the ensemble here."
+)
+
+
+def _members_of(storages: Any, samplers: Any, writers: Any, collate_fns: Any) -> tuple[Any, ...]:
+    """Buffers of the parts that TorchRL's ensembles can be made of."""
+    count = len(storages._storages)
+    return tuple(
+        GenerationalReplayBuffer(
+            storage=storage,
+            sampler=sampler,
+            writer=writer,
+            transform=transform,
+            collate_fn=collate_fn,
+            checkpointer=storage.checkpointer,
+        )
+        for storage, sampler, writer, transform, collate_fn in zip(
+            storages._storages,
+            samplers._samplers,
+            writers._writers,
+            storages._transforms or [None] * count,
+            collate_fns or [None] * count,
+            strict=True,
+        )
+    )
