@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import records
-from torchrl.data import ReplayBuffer
+from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
@@ -34,7 +34,7 @@ with warnings.catch_warnings():
 
 KINDS = (ReplayBuffer, Storage, Sampler, Writer)
 WITHOUT = {
-    "GenerationalReplayBufferEnsemble",  # TorchRL has no configuration of it either, and members have to be made first
+    "GenerationalReplayBufferEnsemble",  # tested below: its members are configurations too
     "GenerationalRayReplayBuffer",  # its arguments are those of a class that it is told
 }
 PARTS = {
@@ -150,7 +150,10 @@ EXAMPLES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 def test_every_public_buffer_storage_sampler_and_writer_has_a_configuration_a_name_and_an_example():
-    assert {f"{name}Config" for name in PARTS} == set(configs.__all__) - {"register_configs"}
+    assert {f"{name}Config" for name in PARTS} == set(configs.__all__) - {
+        "GenerationalReplayBufferEnsembleConfig",
+        "register_configs",
+    }
     assert set(EXAMPLES) == set(PARTS)
     store = ConfigStore.instance()
     for group, name, _, _ in EXAMPLES.values():
@@ -238,6 +241,40 @@ replay_buffer:
     rb.extend(records(8))
     sample["td_error"] = torch.rand(6)
     assert rb.update_tensordict_priority_if_present(sample).num_stale == 6
+
+
+def test_an_ensemble_is_composed_of_buffers(tmp_path):
+    config = composed(
+        tmp_path,
+        """
+defaults:
+  - replay_buffer: generational_ensemble
+  - replay_buffer@new: generational_tensordict_prioritized
+  - storage@new.storage: generational_lazy_tensor
+  - replay_buffer@old: generational_tensordict_prioritized
+  - storage@old.storage: generational_lazy_tensor
+  - _self_
+new: {alpha: 0.7, beta: 0.5, storage: {max_size: 8}}
+old: {alpha: 0.7, beta: 0.5, storage: {max_size: 4}}
+replay_buffer:
+  rbs: ["${new}", "${old}"]
+  p: [0.25, 0.75]
+  batch_size: 8
+  num_buffer_sampled: 2
+""",
+    )
+    rb = instantiate(config.replay_buffer)
+    assert type(rb) is g.GenerationalReplayBufferEnsemble
+    assert (rb.batch_size, rb.sampler.p.tolist(), rb.sampler.num_buffer_sampled) == (8, [0.25, 0.75], 2)
+    assert [rb[number].storage.max_size for number in range(2)] == [8, 4]
+    for number in range(2):
+        rb[number].extend(records(4))
+    sample = rb.sample()
+    sample["td_error"] = torch.rand(sample.batch_size)
+    assert rb.update_tensordict_priority_if_present(sample).num_updated == 8
+    fields = {field.name for field in dataclasses.fields(configs.GenerationalReplayBufferEnsembleConfig)}
+    taken = set(inspect.signature(ReplayBufferEnsemble.__init__).parameters)
+    assert taken - fields == {"self", "storages", "samplers", "writers", "shared", "kwargs"}
 
 
 def test_parts_that_are_made_later_are_made_by_the_buffer(tmp_path):
@@ -332,4 +369,5 @@ def test_configurations_are_registered_again_in_a_store_that_was_emptied(monkeyp
     configs.register_configs()
     configs.register_configs()
     found = {(group, entry.removesuffix(".yaml")) for group in store.repo for entry in store.list(group)}
-    assert found == {(group, name) for group, name, _, _ in EXAMPLES.values()}
+    examples = {(group, name) for group, name, _, _ in EXAMPLES.values()}
+    assert found == examples | {("replay_buffer", "generational_ensemble")}

@@ -6,6 +6,7 @@ If one of these fails after an upgrade of TorchRL, its message says which part o
 from __future__ import annotations
 
 import inspect
+import warnings
 
 import numpy as np
 import pytest
@@ -18,14 +19,21 @@ from torchrl.data import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     RoundRobinWriter,
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from torchrl.data.replay_buffers import SamplerEnsemble
 
 import torchrl_generational as g
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torchrl.trainers import Trainer
+    from torchrl.trainers.algorithms.td3 import TD3OptimizationStepper
 
 
 def relies(condition: bool, on: str, used_in: str) -> None:
@@ -67,6 +75,12 @@ def relies(condition: bool, on: str, used_in: str) -> None:
             ],
             "checkpoints",
         ),
+        (ReplayBuffer, ["_ServiceClass", "as_remote", "_getattr", "__setstate__"], "mixin, ray and conversion"),
+        (ReplayBufferEnsemble, ["_sample", "_init", "__getitem__", "can_sample", "end_streams"], "ensembles"),
+        (SamplerEnsemble, ["sample", "can_sample", "p"], "ensembles"),
+        (PrioritizedSampler, ["_sampleable_count"], "ensemble_draws"),
+        (Trainer, ["register_op", "register_module", "_log"], "trainer"),
+        (TD3OptimizationStepper, ["updates_replay_priority"], "trainer"),
     ],
 )
 def test_the_hooks_that_are_overridden_or_called_exist(owner, names, used_in):
@@ -113,6 +127,65 @@ def test_a_buffer_keeps_its_parts_under_the_names_used_here():
     ]
     for name in [*names, "_write_lock", "_futures_lock", "_prefetch_queue", "_init_storage", "_init_sampler"]:
         relies(name in vars(rb), f"the buffer attribute {name}", "mixin")
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictPrioritizedReplayBuffer])
+def test_a_buffer_that_is_converted_has_the_attributes_known_here(cls):
+    priorities = {"alpha": 1.0, "beta": 1.0, "sync": False} if cls is TensorDictPrioritizedReplayBuffer else {}
+    rb = cls(storage=LazyTensorStorage(4), batch_size=2, prefetch=1, **priorities)
+    for name in (
+        *("_storage", "_sampler", "_writer", "_transform", "_collate_fn", "_rng", "_replay_lock"),
+        *("_futures_lock", "_prefetch_queue", "_prefetch_executor", "_update_executor", "_pending_update_futures"),
+        *("_sample_dependency", "_service_shutdown", *(("_sync", "_prioritized_sampler") if priorities else ())),
+    ):
+        relies(name in vars(rb), f"an attribute {name} of {cls.__name__}", "conversion")
+    for owner, name in (
+        (rb._storage, "_attached_entities_list"),
+        (rb._writer, "_cursor"),
+        (rb._writer, "_write_count"),
+    ):
+        relies(hasattr(owner, name), f"{type(owner).__name__}.{name}", "conversion")
+    rb.shutdown()
+
+
+def test_a_trainer_counts_the_frames_of_its_logs_under_the_names_used_here():
+    trainer = Trainer(
+        collector=None, loss_module=None, total_frames=1, frame_skip=1, optim_steps_per_batch=1, log_interval=7
+    )
+    trainer.collected_frames = 8
+    trainer._log(num_stale=3)
+    relies(getattr(trainer, "_last_log", None) == {"num_stale": 8}, "Trainer._last_log, frames by name,", "trainer")
+    relies(vars(trainer).get("optimization_stepper", 1) is None, "Trainer.optimization_stepper", "trainer")
+    relies(vars(trainer).get("_log_interval") == 7, "Trainer._log_interval", "trainer")
+    for stage in ("post_optim_log", "post_steps_log", "batch_process", "process_optim_batch"):
+        trainer.register_op(stage, lambda *_: None)
+
+
+def test_an_ensemble_keeps_its_parts_under_the_names_used_here():
+    rb = ReplayBufferEnsemble(*(TensorDictReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(2)), batch_size=2)
+    for owner, names in (
+        (rb, ("_rbs", "_storage", "_sampler", "_writer", "_collate_fns", "_collate_fn_val", "_replay_lock")),
+        (rb._storage, ("_storages", "_transforms")),
+        (rb._sampler, ("_samplers", "p", "sample_from_all", "num_buffer_sampled")),
+        (rb._writer, ("_writers",)),
+    ):
+        for name in names:
+            relies(hasattr(owner, name), f"{type(owner).__name__}.{name}", "ensembles")
+    state = rb.state_dict()
+    relies(
+        set(state["_storage"]) == {"0", "1"}, "members by number in the state of an ensemble", "ensemble_checkpoints"
+    )
+
+
+@pytest.mark.ray
+def test_ray_buffers_have_the_parts_known_here():
+    from torchrl.data.replay_buffers import ray_buffer
+
+    for name in ("_RayReplayBufferClient", "_LazyDistributedReplayClient", "RayReplayBuffer"):
+        relies(hasattr(ray_buffer, name), f"ray_buffer.{name}", "ray")
+    source = inspect.getsource(ray_buffer)
+    for name in ("self._rb", "self._client", "self._service_cls", "self._distributed_batch_size", "_getattr.remote"):
+        relies(name in source, f"{name} in RayReplayBuffer", "ray")
 
 
 def test_a_checkpoint_of_a_buffer_has_the_parts_known_here(tmp_path):

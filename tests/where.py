@@ -23,6 +23,7 @@ class Row:
             ones. ``refused``: an error says what to do. ``untested``: not by these tests.
         note: for ``refused`` the words of the error, for ``untested`` the reason, else what there is to know.
         error: the exception of a refusal.
+        tried_in: the test that tries it, where that is no check of ``test_where_it_works.py``.
     """
 
     kind: str
@@ -30,12 +31,14 @@ class Row:
     verdict: Literal["works", "refused", "untested"]
     note: str = ""
     error: type[Exception] = TypeError
+    tried_in: str = ""
 
 
 _STORAGE = "needs a storage that carries slot generations"
 _WRITER = "needs a writer that tracks generations"
 _NO_GPU = "needs a GPU, and these tests run without one"
 
+_READY_MADE = "test_trainer.py::test_a_ready_made_trainer_reaches_no_other_record_once_the_buffer_compares_handles"
 
 ROWS: list[Row] = [
     # ---------------------------------------------------------------- samplers
@@ -156,9 +159,40 @@ ROWS: list[Row] = [
     ),
     Row("buffer", "prefill_replay_buffer", "works", "handles of the data set are not stored"),
     Row("buffer", "InPlaceSampler", "refused", "This class has been removed without replacement", error=RuntimeError),
-    Row("buffer", "ReplayBufferEnsemble", "untested", "see the tests of ensembles"),
-    Row("buffer", "RemoteTensorDictReplayBuffer", "untested", "needs torch.distributed.rpc"),
-    Row("buffer", "RayReplayBuffer", "untested", "see the tests of Ray"),
+    Row(
+        "buffer",
+        "ReplayBufferEnsemble",
+        "works",
+        "as GenerationalReplayBufferEnsemble",
+        tried_in="test_ensembles.py::test_td_errors_reach_the_records_of_their_members_or_none",
+    ),
+    Row(
+        "buffer",
+        "ReplayBufferEnsemble, of TorchRL's class",
+        "works",
+        "members keep their promise; the ensemble itself only warns when priorities are updated",
+        tried_in="test_ensembles.py::test_torchrls_ensemble_only_warns_when_priorities_are_updated",
+    ),
+    Row(
+        "buffer",
+        "RemoteTensorDictReplayBuffer, behind the mixin",
+        "refused",
+        "torch.distributed.rpc.remote(worker, GenerationalTensorDictReplayBuffer, kwargs=...)",
+    ),
+    Row(
+        "buffer",
+        "RemoteTensorDictReplayBuffer",
+        "works",
+        "as any buffer of this package made by `torch.distributed.rpc.remote`",
+        tried_in="test_rpc.py::test_a_buffer_in_another_process_says_which_records_were_there",
+    ),
+    Row(
+        "buffer",
+        "RayReplayBuffer",
+        "works",
+        "as GenerationalRayReplayBuffer",
+        tried_in="test_ray.py::test_no_td_error_of_any_client_reaches_another_record",
+    ),
     # ---------------------------------------------------------------- transforms
     Row("transform", "MultiStepTransform", "works", "also while it holds records back"),
     Row("transform", "Reward2GoTransform", "works"),
@@ -263,6 +297,98 @@ ROWS: list[Row] = [
     Row("delivery", "delayed_init, transform_factory", "works"),
     Row("delivery", "torch.compile, compilable=True", "works", "no new graphs from the third call on"),
     Row("delivery", "torch.compile, compilable=False", "works", "the write itself is not traced"),
+    # ---------------------------------------------------------------- trainers
+    Row("trainer", "DQNTrainer", "works", "with `conditional_updates=True`", tried_in=_READY_MADE),
+    Row("trainer", "DDPGTrainer", "works", "with `conditional_updates=True`", tried_in=_READY_MADE),
+    Row("trainer", "SACTrainer", "works", "with `conditional_updates=True`", tried_in=_READY_MADE),
+    Row("trainer", "TD3Trainer", "works", "with `conditional_updates=True`", tried_in=_READY_MADE),
+    Row("trainer", "IQLTrainer", "works", "with `conditional_updates=True`", tried_in=_READY_MADE),
+    Row(
+        "trainer",
+        "CQLTrainer",
+        "works",
+        "with `conditional_updates=True`; it asks for no update, so register one: see `use_conditional_updates`",
+        tried_in=_READY_MADE,
+    ),
+    Row("trainer", "OfflineToOnlineTrainer", "untested", "trains on an OfflineToOnlineReplayBuffer, which is refused"),
+    Row(
+        "trainer",
+        "Trainer, with ReplayBufferTrainer",
+        "works",
+        "as GenerationalReplayBufferTrainer, or with `conditional_updates=True`",
+        tried_in="test_trainer.py::test_the_hook_updates_by_handles_in_a_trainer_with_and_without_an_optimization_stepper",
+    ),
+    Row("trainer", "A2CTrainer, PPOTrainer, ReinforceTrainer, GRPOTrainer", "untested", "on-policy: no priorities"),
+    Row("trainer", "DreamerV3OptimizationStepper", "untested", "samples slices by time, and updates no priorities"),
+    # ---------------------------------------------------------------- collectors
+    Row(
+        "collector",
+        "Collector",
+        "works",
+        "",
+        tried_in="test_trainer.py::test_a_ready_made_trainer_reaches_no_other_record_once_the_buffer_compares_handles",
+    ),
+    Row(
+        "collector",
+        "Collector, started in a thread",
+        "works",
+        "`async_collection=True` of a trainer",
+        tried_in="test_trainer.py::test_a_writer_in_another_thread_and_a_trainer_that_collects_asynchronously_get_on",
+    ),
+    Row(
+        "collector",
+        "MultiSyncCollector",
+        "works",
+        "also over batched environments, and into a storage that no one has written to",
+        tried_in="test_collectors.py::test_workers_in_step_make_an_unwritten_storage_and_wrap_its_ring",
+    ),
+    Row(
+        "collector",
+        "MultiAsyncCollector",
+        "works",
+        "also with `extend_buffer=False`",
+        tried_in="test_collectors.py::test_workers_out_of_step_write_to_a_buffer_that_the_collector_shared_and_emptied",
+    ),
+    Row("collector", "AsyncCollector", "untested", "one worker of MultiAsyncCollector"),
+    Row("collector", "AsyncBatchedCollector", "untested", "writes in the process of the buffer, as Collector"),
+    Row("collector", "RayCollector", "untested", "writes by a client of GenerationalRayReplayBuffer, which is tested"),
+    Row(
+        "collector",
+        "DistributedCollector, DistributedSyncCollector, RPCCollector",
+        "untested",
+        "hand batches to the process that iterates, which writes them itself",
+    ),
+    # ---------------------------------------------------------------- transports
+    Row("transport", "threads", "works", "", tried_in="test_races.py"),
+    Row("transport", "processes, shared=True", "works", "spawned and forked", tried_in="test_processes.py"),
+    Row(
+        "transport",
+        "service_backend=ray, transport=ray",
+        "works",
+        "",
+        tried_in="test_ray.py::test_an_update_brings_back_which_records_were_there",
+    ),
+    Row(
+        "transport",
+        "service_backend=ray, transport=distributed",
+        "works",
+        "conditional updates go through Ray",
+        tried_in="test_ray.py::test_the_option_service_backend_makes_this_buffer_on_both_transports",
+    ),
+    Row(
+        "transport",
+        "a Ray cluster of two nodes",
+        "works",
+        "both on one machine",
+        tried_in="test_ray.py::nodes",
+    ),
+    Row(
+        "transport",
+        "torch.distributed.rpc",
+        "works",
+        "`rref.rpc_sync()`",
+        tried_in="test_rpc.py::test_a_buffer_in_another_process_says_which_records_were_there",
+    ),
 ]
 
 

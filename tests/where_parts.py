@@ -430,6 +430,12 @@ def a_sample_that_would_be_skipped() -> None:
         pass
 
 
+@check("buffer", "RemoteTensorDictReplayBuffer, behind the mixin")
+def methods_that_would_not_be_forwarded() -> None:
+    class Remote(g.GenerationalTensorDictReplayBufferMixin, stock.RemoteTensorDictReplayBuffer):
+        pass
+
+
 @check("buffer", "OfflineToOnlineReplayBuffer")
 def an_online_buffer_of_torchrl() -> None:
     offline = g.GenerationalReplayBuffer(storage=storage())

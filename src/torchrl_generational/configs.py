@@ -12,7 +12,7 @@ Hydra composes, and name them in a ``defaults`` list::
 group               names
 ==================  =====================================================================================
 ``replay_buffer``   ``generational_base``, ``generational_tensordict``, ``generational_prioritized``,
-                    ``generational_tensordict_prioritized``
+                    ``generational_tensordict_prioritized``, ``generational_ensemble``
 ``storage``         ``generational_tensor``, ``generational_lazy_tensor``, ``generational_lazy_memmap``
 ``sampler``         ``generational_prioritized``, ``generational_prioritized_slice``
 ``writer``          ``generational_round_robin``, ``generational_tensordict_round_robin``,
@@ -21,12 +21,13 @@ group               names
 
 Fields and defaults are the arguments of the classes; what has none is mandatory (``???``). What YAML has no notation
 for: a ``dtype`` is a name (``float64``), a nested key a list (``[next, truncated]``), a list of them a list of lists or
-names (``[[next, done], [next, truncated]]``). Needs the extra ``hydra``.
+names (``[[next, done], [next, truncated]]``). The members of an ensemble are a list, ``rbs``. ``service_backend: ray``
+makes a buffer in a Ray actor, whose parts need ``_partial_: true``. Needs the extra ``hydra``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,7 @@ from torchrl.trainers.algorithms.configs.data import (
 )
 
 from torchrl_generational.buffers import GenerationalPrioritizedReplayBuffer
+from torchrl_generational.ensembles import GenerationalReplayBufferEnsemble
 from torchrl_generational.max_value import GenerationalTensorDictMaxValueWriter
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.slices import GenerationalPrioritizedSliceSampler
@@ -67,6 +69,7 @@ __all__ = [
     "GenerationalPrioritizedSamplerConfig",
     "GenerationalPrioritizedSliceSamplerConfig",
     "GenerationalReplayBufferConfig",
+    "GenerationalReplayBufferEnsembleConfig",
     "GenerationalRoundRobinWriterConfig",
     "GenerationalTensorDictMaxValueWriterConfig",
     "GenerationalTensorDictPrioritizedReplayBufferConfig",
@@ -197,6 +200,7 @@ class GenerationalTensorDictReplayBufferConfig(TensorDictReplayBufferConfig):  #
     """Configuration of :class:`~torchrl_generational.GenerationalTensorDictReplayBuffer`."""
 
     _target_: str = f"{_HERE}.GenerationalTensorDictReplayBuffer"
+    conditional_updates: bool = False
 
 
 @dataclass
@@ -243,6 +247,27 @@ class GenerationalTensorDictPrioritizedReplayBufferConfig(_PrioritizedConfig):
     generator: Any = None
     shared: bool = False
     compilable: bool = False
+    conditional_updates: bool = False
+
+
+@dataclass
+class GenerationalReplayBufferEnsembleConfig(ReplayBufferBaseConfig):  # type: ignore[misc]
+    """Configuration of :class:`~torchrl_generational.GenerationalReplayBufferEnsemble`, of which TorchRL has none."""
+
+    _target_: str = f"{_HERE}.configs._ensemble"
+    rbs: list[Any] = MISSING
+    transform: Any = None
+    batch_size: int | None = None
+    collate_fn: Any = None
+    collate_fns: list[Any] | None = None
+    p: Any = None
+    sample_from_all: bool = False
+    num_buffer_sampled: int | None = None
+    routing_key: Any = None
+    routing_dim: int | None = None
+    generator: Any = None
+    pin_memory: bool = False
+    prefetch: int | None = None
 
 
 # ---------------------------------------------------------------- from YAML to arguments
@@ -264,6 +289,11 @@ def _prioritized_replay_buffer(**config: Any) -> GenerationalPrioritizedReplayBu
     return GenerationalPrioritizedReplayBuffer(**_arguments(config))
 
 
+def _ensemble(rbs: list[Any], p: Any, **config: Any) -> GenerationalReplayBufferEnsemble:
+    weights = list(p) if isinstance(p, Sequence) and not isinstance(p, str) else p
+    return GenerationalReplayBufferEnsemble(*rbs, p=weights, **_arguments(config))
+
+
 def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """A dtype for its name, and tuples for lists: tensordict reads nothing else as a nested key."""
     arguments = dict(config)
@@ -273,7 +303,7 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype should be the name of one of torch's, such as float32 or float64, got {name!r}.")
         arguments["dtype"] = dtype
-    for name in ("end_key", "traj_key", "truncated_key", "init_key", "rank_key", "span"):
+    for name in ("end_key", "traj_key", "truncated_key", "init_key", "rank_key", "routing_key", "span"):
         if name in arguments:
             arguments[name] = _as_tuple(arguments[name])
     if arguments.get("end_keys") is not None:
@@ -292,6 +322,7 @@ def _as_tuple(value: Any) -> Any:
 _NAMES: dict[str, dict[str, type[Any]]] = {
     "replay_buffer": {
         "generational_base": GenerationalReplayBufferConfig,
+        "generational_ensemble": GenerationalReplayBufferEnsembleConfig,
         "generational_prioritized": GenerationalPrioritizedReplayBufferConfig,
         "generational_tensordict": GenerationalTensorDictReplayBufferConfig,
         "generational_tensordict_prioritized": GenerationalTensorDictPrioritizedReplayBufferConfig,
