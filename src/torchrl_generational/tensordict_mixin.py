@@ -21,9 +21,9 @@ from torchrl_generational.leaves import checked_priority
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.processes import keeps_priorities
 from torchrl_generational.records import attach, entries_of, gathers, select, shallow
+from torchrl_generational.repeats import once_each, per_anchor, per_handle
 from torchrl_generational.result import UpdateResult
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
-from torchrl_generational.stamps import NEVER_WRITTEN
 from torchrl_generational.storages import GenerationalStorageMixin
 from torchrl_generational.writers import GenerationalTensorDictRoundRobinWriter, GenerationalWriterMixin
 
@@ -174,7 +174,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         whole = data.ndim - inner
         if inner and whole > 0:
             # trajectories stored as records repeat their handle over their own dimensions
-            slots, stamps = _first(index, whole, data.ndim), _first(generation, whole, data.ndim)
+            slots, stamps = once_each(index, whole, data.ndim), once_each(generation, whole, data.ndim)
             if slots is not None and stamps is not None:
                 index, generation = slots, stamps
                 shape, inner = shape[:whole], 0
@@ -182,9 +182,9 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         if priority.shape != shape:
             priority = _reduce(priority.flatten(len(shape)), sampler.reduction, dim=-1)
         if inner and not anchored and generation.numel():  # reshaped, or some steps of each only
-            priority = _per_handle(index, generation, priority, sampler.reduction)
+            priority = per_handle(index, generation, priority, sampler.reduction)
         if anchored:
-            priority, generation = _per_anchor(index, generation, priority, data.get("validity_mask", None))
+            priority, generation = per_anchor(index, generation, priority, data.get("validity_mask", None))
         return self.update_priority_if_present(index=index, generation=generation, priority=priority)
 
     def _update_entries(self, data: Any) -> UpdateResult | None:
@@ -391,44 +391,3 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         else:
             coordinates = index.reshape(*tensordict.batch_size[: ndim - 1], ndim)
         tensordict.set("index", coordinates)
-
-
-def _per_anchor(
-    index: torch.Tensor, generation: torch.Tensor, priority: torch.Tensor, valid: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """For every row, the largest priority among the valid rows of its anchor, and the anchor's generation.
-
-    An anchor of which a part of a sample has no valid row gets no priority: its rows name no record.
-    """
-    shape = priority.shape
-    generation = generation.reshape(-1).to(priority.device)
-    anchor = torch.cat([index.reshape(generation.numel(), -1).to(priority.device), generation[:, None]], -1)
-    group = torch.unique(anchor, dim=0, return_inverse=True)[1]
-    source = priority.reshape(-1)
-    if valid is not None:
-        source = torch.where(valid.reshape(-1).to(priority.device), source, -torch.inf)
-    largest = torch.full_like(source, -torch.inf).scatter_reduce(0, group, source, "amax")[group]
-    none = largest == -torch.inf
-    return (
-        torch.where(none, 0, largest).reshape(shape),
-        torch.where(none, NEVER_WRITTEN, generation).reshape(shape),
-    )
-
-
-def _first(handle: torch.Tensor, whole: int, ndim: int) -> torch.Tensor | None:
-    """A handle without the dimensions ``whole`` to ``ndim``, all along which it is the same; ``None`` if it is not."""
-    if handle.ndim < ndim:
-        return handle
-    steps = handle.flatten(whole, ndim - 1)
-    first = steps.select(whole, 0)
-    return first if bool((steps == first.unsqueeze(whole)).all()) else None
-
-
-def _per_handle(index: torch.Tensor, generation: torch.Tensor, priority: torch.Tensor, reduction: str) -> torch.Tensor:
-    """For every row, the priorities of all rows with its handle, reduced to one."""
-    rows = generation.numel()
-    handle = torch.cat([index.reshape(rows, -1), generation.reshape(rows, 1)], -1)
-    group = torch.unique(handle, dim=0, return_inverse=True)[1].to(priority.device)
-    source = priority.reshape(rows)
-    reduced = torch.stack([_reduce(source[group == one], reduction, dim=0) for one in range(int(group.max()) + 1)])
-    return reduced[group].reshape(priority.shape)
