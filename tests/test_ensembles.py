@@ -1046,3 +1046,192 @@ def test_streams_are_closed_as_in_torchrl():
     member.extend(TensorDict({("next", "done"): torch.zeros(3, 1, dtype=torch.bool)}, [3]))
     ensemble(member).end_streams()
     assert member[:]["next", "done"].flatten().tolist() == [False, False, True]
+
+
+# ---------------------------------------------------------------- what a review found
+
+
+def hold_both(first, second, said, go):
+    """Routed writes over two shared members, in a process that makes its own ensemble of them."""
+    rb = ensemble(first, second, routing_key="to")
+    said.put(first.storage.lock.order < second.storage.lock.order)
+    go.wait(TIMEOUT)
+    for _ in range(200):
+        rb.extend(TensorDict({"x": torch.arange(2), "to": torch.arange(2)}, [2]))
+    said.put("done")
+
+
+def test_ensembles_of_the_same_members_in_two_processes_take_their_locks_in_one_order():
+    members = [uniform() for _ in range(2)]
+    for member in members:
+        member.set_storage(g.GenerationalLazyTensorStorage(CAPACITY))
+        member.extend(TensorDict({"x": torch.arange(2), "to": torch.arange(2)}, [2]))
+        member.share()
+    spawn = mp.get_context("spawn")
+    said, go = spawn.Queue(), spawn.Event()
+    other = spawn.Process(target=hold_both, args=(*reversed(members), said, go))
+    other.start()
+    try:
+        assert said.get(timeout=TIMEOUT) == (members[1].storage.lock.order < members[0].storage.lock.order)
+        rb = ensemble(*members, routing_key="to")
+        go.set()
+        for _ in range(200):
+            rb.extend(TensorDict({"x": torch.arange(2), "to": torch.arange(2)}, [2]))
+        assert said.get(timeout=TIMEOUT) == "done"
+        other.join(TIMEOUT)
+    finally:
+        other.kill()
+    assert members[0].write_count == CAPACITY + 2 + 400
+
+
+def test_a_copy_of_a_lock_has_an_order_of_its_own():
+    lock = full().storage.lock
+    assert copy.deepcopy(lock).order != lock.order
+
+
+@memmaps
+def test_a_dump_over_the_files_of_another_member_is_refused(tmp_path):
+    (tmp_path / "storage").mkdir()
+    first, second = (
+        prioritized(
+            CAPACITY, storage=g.GenerationalLazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / "storage" / name)
+        )
+        for name in ("0", "1")
+    )
+    first.extend(records(CAPACITY))
+    second.extend(records(CAPACITY, 100))
+    ensemble(first, second).dumps(tmp_path)
+    for rb, members in ((ensemble(second, first), r"\[0, 1\]"), (ensemble(second), r"\[0\]")):
+        for call in (rb.dumps, rb.loads):
+            with pytest.raises(ValueError, match=f"members {members} .* Use another directory|holds 2 members"):
+                call(tmp_path)
+    assert first[:]["x"].tolist() == list(range(CAPACITY))
+    assert second[:]["x"].tolist() == list(range(100, 100 + CAPACITY))
+
+
+def test_a_routed_write_that_a_later_member_would_refuse_writes_to_none():
+    members = prioritized(CAPACITY), prioritized(CAPACITY)
+    rb = ensemble(*members, routing_key="to")
+    batch = records(4).set("to", torch.tensor([0, 0, 1, 1])).set("td_error", torch.tensor([1.0, 1.0, torch.nan, 1.0]))
+    with pytest.raises(ValueError, match=r"nan at row 0.* rows \[2, 3\] of the batch.* Nothing was written"):
+        rb.extend(batch)
+    assert [len(member) for member in members] == [0, 0]
+    rb.extend(batch.set("td_error", torch.ones(4)))
+    with pytest.raises(RuntimeError, match="Nothing was written to any member"):
+        rb.extend(batch.clone().set("x", torch.zeros(4, 2)))
+    assert [len(member) for member in members] == [2, 2]
+
+
+def test_transforms_of_routed_writes_run_before_the_locks_are_taken():
+    members = full(), full()
+    seen = []
+
+    def another_thread_writes(data):
+        thread = threading.Thread(target=members[0].extend, args=(records(1),))
+        thread.start()
+        thread.join(TIMEOUT)
+        seen.append(not thread.is_alive())
+        return data
+
+    class Inverse(Compose):
+        def inv(self, data):
+            return another_thread_writes(data)
+
+    ensemble(*members, routing_key="to", transform=Inverse(RenameTransform(["x"], ["y"]))).extend(
+        records(2).set("to", torch.arange(2))
+    )
+    assert seen == [True]
+
+
+def test_an_update_that_failed_before_does_not_keep_the_ensemble_from_being_emptied():
+    rb = ensemble()
+    sample = rb.sample()
+    handles = {"index": sample["index"], "generation": sample["index_generation"]}
+    failed = rb.submit_update_if_present(**handles, patch={"nope": torch.zeros(sample.batch_size)})
+    assert isinstance(failed.exception(TIMEOUT), KeyError)
+    rb.empty()
+    assert [len(member) for member in rb._rbs] == [0, 0]
+    of_member = full()
+    rb = ensemble(of_member)
+    failed = of_member.submit_update_if_present(index=0, generation=0, patch={"nope": torch.zeros(())})
+    rb.state_dict()
+    with pytest.raises(KeyError):  # for whoever uses the member
+        of_member.synchronize()
+
+
+def test_an_ensemble_goes_on_with_the_parts_that_it_was_made_of():
+    class Mine(SamplerEnsemble):
+        drawn = 0
+
+        def sample(self, *args):
+            self.drawn += 1
+            return super().sample(*args)
+
+    members = full(), full()
+    sampler = Mine(*(member.sampler for member in members))
+    parts = {
+        "storages": StorageEnsemble(*(member.storage for member in members)),
+        "samplers": sampler,
+        "writers": WriterEnsemble(*(member.writer for member in members)),
+    }
+    rb = g.GenerationalReplayBufferEnsemble(**parts, batch_size=4)
+    assert (rb.sampler, rb.storage, rb.writer) == (sampler, parts["storages"], parts["writers"])
+    rb.sample()
+    rb.sample()
+    assert sampler.drawn == 2
+    for wrong in ({}, {"samplers": sampler}):
+        with pytest.raises(TypeError, match="is made of buffers, or of storages, samplers and writers together"):
+            g.GenerationalReplayBufferEnsemble(**wrong)
+
+
+def test_the_priority_key_is_that_of_members_with_priorities():
+    by_priority = full(priority_key="prio")
+    rb = ensemble(by_priority, uniform(), p=[1.0, 0.0])
+    assert rb.priority_key == "prio"
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_an_update_may_be_submitted_in_order_with_prefetched_batches(prefetch):
+    rb = ensemble(prefetch=prefetch)
+    sample = rb.sample()
+    rb[0].extend(records(3, 100))
+    future = rb.submit_update_priority_if_present(
+        index=sample["index"], generation=sample["index_generation"], priority=torch.full(sample.batch_size, 5.0)
+    )
+    overwritten = (sample["index", "buffer_ids"] == 0) & (sample["index", "index"] < 3)
+    assert torch.equal(future.result(TIMEOUT).stale_mask, overwritten)
+    for number in range(2):
+        mine = (sample["index", "buffer_ids"] == number) & ~overwritten
+        assert (leaves(rb[number])[sample["index", "index"][mine]] == 5).all()
+    rb.shutdown()
+
+
+def test_members_parts_are_adopted_when_they_were_exchanged():
+    generator = torch.Generator().manual_seed(0)
+    rb = g.GenerationalReplayBufferEnsemble(full(), full(), generator=generator, sample_from_all=True, batch_size=4)
+    rb[0].set_sampler(g.GenerationalPrioritizedSampler(CAPACITY, 1.0, 1.0))
+    rb[0].set_storage(g.GenerationalLazyTensorStorage(CAPACITY), collate_fn=lambda data: data.set("x", -data["x"]))
+    rb[0].extend(records(CAPACITY, 1))
+    sample = rb.sample()
+    assert rb[0].sampler._rng is generator
+    assert (sample["x"][0] < 0).all()
+    assert (sample["x"][1] >= 0).all()
+
+
+def test_errors_of_an_ensemble_say_what_they_are_about():
+    rb = ensemble()
+    flat_sample = full().sample().set("td_error", torch.rand(CAPACITY))
+    with pytest.raises(KeyError, match="Pass a sample of this ensemble"):
+        rb.update_tensordict_priority_if_present(flat_sample)
+    sample = rb.sample()
+    with pytest.raises(ValueError, match="no TD error for any row"):
+        rb.update_tensordict_priority_if_present(sample.clone().set("td_error", torch.rand(*sample.shape, 0)))
+    fewer = sample.clone().set("td_error", torch.rand(sample.shape))
+    fewer.batch_size = [2]
+    before = states(rb)
+    with pytest.raises(ValueError, match="Give it one handle per row"):
+        rb.update_tensordict_priority_if_present(fewer)
+    for state in (full().state_dict(), {}):
+        with pytest.raises(ValueError, match="is not that of an ensemble"):
+            rb.load_state_dict(state)
+    assert states(rb) == before

@@ -108,6 +108,7 @@ HARMLESS = {
     **dict.fromkeys(["batch_size", "dim_extend", "initialized"], "a constant"),
     **dict.fromkeys(["sampler", "prioritized_sampler", "storage", "writer"], "a part"),
     "conditional_updates": "one flag, read once per update",
+    "keeps_priorities": "the class of a part",
     "write_count": "one number of the writer",
     "share": "the lock itself; tested in test_mixin.py",
     "shutdown": "waits for the queue; the futures lock guards it",

@@ -20,7 +20,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import leading_shape
 
-__all__ = ["CARRIER_KEY", "carrier_of", "decode", "follow", "place_of"]
+__all__ = ["CARRIER_KEY", "carrier_of", "decode", "follow", "place_of", "take_bits"]
 
 #: The entry that a batch carries while it is collated and transformed.
 CARRIER_KEY = "_position_in_draw"
@@ -51,7 +51,9 @@ def follow(
     # What has no elements is the same in every order. Kept alive, so that no new entry can take an old one's address.
     before = [leaf for leaf in data.values(True, True) if not isinstance(leaf, torch.Tensor) or leaf.numel()]
     places = {place_of(leaf) for leaf in before}
-    data.set(CARRIER_KEY, carrier_of(data, lead))
+    carrier = carrier_of(data, lead)
+    # nested, so that code that concatenates all entries notices it
+    data.set(CARRIER_KEY, TensorDict({"bits": carrier.clone()}, batch_size, device=data.device))
     for key in attach:
         value = info[key]
         value = torch.stack(value, -1) if isinstance(value, tuple) else _expand_right(value, data)
@@ -59,10 +61,9 @@ def follow(
     result = step(data)
     if not isinstance(result, TensorDictBase):
         return _same_length(data, result), info
-    bits = result.get((CARRIER_KEY, "bits"), None)
-    if CARRIER_KEY in result:
-        with result.unlock_():
-            result.pop(CARRIER_KEY)
+    bits = take_bits(result)
+    if bits is not None and result.batch_size == batch_size and torch.equal(bits, carrier):
+        return result, info  # as they were
     position = None if bits is None else decode(bits, lead.numel())
     if position is None:
         if result.batch_size == batch_size and any(place_of(leaf) in places for leaf in result.values(True, True)):
@@ -76,6 +77,18 @@ def follow(
     if position.shape == batch_size and bool((position == in_place).all()):
         return result, info
     return result, {key: _take(value, position, lead) for key, value in info.items()}
+
+
+def take_bits(result: TensorDictBase) -> torch.Tensor | None:
+    """Removes the carrier from a batch, also where a step put it below another entry; its bits, one per record."""
+    keys = [(CARRIER_KEY,)] if CARRIER_KEY in result else []
+    keys = keys or [key for key in result.keys(True) if isinstance(key, tuple) and key[-1] == CARRIER_KEY]
+    bits = None
+    for key in keys:
+        bits = result.get((*key, "bits"), None)
+        with result.unlock_():
+            result.del_(key if len(key) > 1 else key[0])
+    return bits if bits is not None and bits.shape[: result.ndim] == result.batch_size else None
 
 
 def _same_length(data: Any, result: Any) -> Any:
@@ -110,13 +123,13 @@ def _places(lead: torch.Size, ndim: int, device: torch.device | None) -> torch.T
     return torch.arange(lead.numel(), device=device).reshape([*lead, *[1] * (ndim - len(lead))])
 
 
-def carrier_of(data: TensorDictBase, lead: torch.Size) -> TensorDict:
-    """The position of each record: nested, so that code that concatenates all entries notices it."""
+def carrier_of(data: TensorDictBase, lead: torch.Size) -> torch.Tensor:
+    """The position of each record, expanded without memory of its own: float ``[*data.shape, bits]``."""
     places = _places(lead, data.ndim, data.device)[..., None]
     weights = 2 ** torch.arange(_num_bits(lead.numel()), device=data.device)
     reference = torch.tensor([0.0, 1.0], device=data.device).expand(*places.shape[:-1], 2)
     bits = torch.cat([reference, (places // weights % 2).float()], -1)  # float: in-place scaling works
-    return TensorDict({"bits": bits.expand(*data.shape, -1).clone()}, data.batch_size, device=data.device)
+    return bits.expand(*data.shape, -1)
 
 
 def decode(bits: torch.Tensor, num_records: int) -> torch.Tensor | None:

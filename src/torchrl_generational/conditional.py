@@ -19,10 +19,10 @@ from torchrl_generational.result import UpdateResult
 from torchrl_generational.samplers import store_checked, stores_arrays
 from torchrl_generational.storages import GenerationalStorageMixin
 
-__all__ = ["ConditionalUpdates"]
+__all__ = ["PRIORITY", "ConditionalUpdates"]
 
 #: Stands for the name of a field where what TorchRL was given to submit is no field but a priority.
-_PRIORITY: Any = object()
+PRIORITY: Any = object()
 
 # A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
 _Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
@@ -191,7 +191,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         if isinstance(index, tuple) and all(isinstance(part, torch.Tensor) for part in index):
             index = torch.stack(index, -1)  # what TorchRL copies from CUDA
         future: Future[UpdateResult] = self.submit_update_if_present(
-            index=index, generation=generation, patch={_PRIORITY: priority}
+            index=index, generation=generation, patch={PRIORITY: priority}
         )
         return future
 
@@ -234,8 +234,8 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             ... ).num_updated
             4
         """
-        if isinstance(patch, dict) and _PRIORITY in patch:  # submitted, see above
-            return self.update_priority_if_present(index=index, generation=generation, priority=patch[_PRIORITY])
+        if isinstance(patch, dict) and PRIORITY in patch:  # submitted, see above
+            return self.update_priority_if_present(index=index, generation=generation, priority=patch[PRIORITY])
         storage = self._written_storage("update_if_present")
         device = storage.slot_generations.device
         generation = as_int64("generation", generation, device)
@@ -256,7 +256,13 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 and _repeats_handles(storage, patch, len(shape))
             ):
                 # a stored trajectory repeats its handle over its own dimensions, and is patched as one record
-                first = (..., *(0,) * inner)
+                first, lead = (..., *(0,) * inner), (..., *(None,) * inner)
+                if not bool(((index == index[first][lead]) & (generation == generation[first][lead])).all()):
+                    raise ValueError(
+                        f"The handles of shape {tuple(shape)} do not repeat along the last {inner} dimension(s), those "
+                        "of the records, and the patch has one value per record. Pass one handle per record, or the "
+                        "sample's as it carries them. Nothing was updated."
+                    )
                 index, generation = index[first], generation[first]
             handles = normalise_handles(index, generation, space, device)
             flat_generation = handles.generation

@@ -200,7 +200,7 @@ class GenerationalTensorDictReplayBufferConfig(TensorDictReplayBufferConfig):  #
     """Configuration of :class:`~torchrl_generational.GenerationalTensorDictReplayBuffer`."""
 
     _target_: str = f"{_HERE}.GenerationalTensorDictReplayBuffer"
-    conditional_updates: bool = False
+    conditional_updates: bool | None = None
 
 
 @dataclass
@@ -247,7 +247,7 @@ class GenerationalTensorDictPrioritizedReplayBufferConfig(_PrioritizedConfig):
     generator: Any = None
     shared: bool = False
     compilable: bool = False
-    conditional_updates: bool = False
+    conditional_updates: bool | None = None
 
 
 @dataclass

@@ -28,7 +28,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
 
     _rbs: tuple[Any, ...]
 
-    def _still(self) -> AbstractContextManager[None]:
+    def _still(self, *, errors: bool = True) -> AbstractContextManager[None]:
         """No work in flight, here and in the members, and all their locks."""
         raise NotImplementedError
 
@@ -51,7 +51,13 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
             queue = from_plain(state_dict[PREFETCHED])
             state_dict = state_dict | {"_prefetch_state": state_dict["_prefetch_state"] | {"queue": queue}}
         self._validate_prefetch_state(state_dict.get("_prefetch_state"))
-        parts = [state_dict[part] for part in ("_storage", "_sampler", "_writer")]
+        parts = [state_dict.get(part, {}) for part in ("_storage", "_sampler", "_writer")]
+        if any(set(part) - set(map(str, range(len(part)))) or not part for part in parts):
+            raise ValueError(
+                f"The state is not that of an ensemble, whose members have numbers: it has {sorted(state_dict)}, and "
+                f"for the storage {sorted(map(str, parts[0]))}. Nothing was loaded. Load a state of a single buffer "
+                "into a member, ensemble[i].load_state_dict(...)."
+            )
         self._check_number(*(len(part) for part in parts))
         with self._still():
             for number, rb in enumerate(self._rbs):
@@ -73,7 +79,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         with self._still():
             for rb in self._rbs:
                 rb._catch_up_here()
-            if any(rb._lies_in(path / "storage" / str(number)) for number, rb in enumerate(self._rbs)):
+            if self._lie_in(path / "storage"):
                 manifest.begin_in_place(path)
                 super().dumps(path)
                 manifest.complete_in_place(path)
@@ -103,13 +109,29 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
                 rb._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
                 if isinstance(rb.sampler, GenerationalPrioritizedSampler):
                     rb._check_priorities(TreeState.from_path(sampler))
-            if any(rb._lies_in(path / "storage" / str(number)) for number, rb in enumerate(self._rbs)):
+            if self._lie_in(path / "storage"):
                 manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
             with self._loading():
                 super().loads(path)
             if records_may_be_newer:
                 for rb in self._rbs:
                     rb.storage.slot_generations.replaced(int(rb.storage._len_along_dim0 or 0))
+
+    def _lie_in(self, folder: Path) -> bool:
+        """Whether the files of members are those of their numbers in ``folder``.
+
+        Raises:
+            ValueError: if they are those of other members, over which this one would be written or read.
+        """
+        home = [rb._lies_in(folder / str(number)) for number, rb in enumerate(self._rbs)]
+        astray = [number for number, rb in enumerate(self._rbs) if not home[number] and rb._lies_in(folder)]
+        if astray:
+            raise ValueError(
+                f"The records of the members {astray} of this ensemble are memory-mapped files in {folder}, which is "
+                "not their place in a checkpoint of it. Nothing was written or loaded. Use another directory, or keep "
+                "the members in the order in which they were saved."
+            )
+        return any(home)
 
     def _check_number(self, *saved: int) -> None:
         if set(saved) != {len(self._rbs)}:

@@ -12,7 +12,7 @@ from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torch.utils._pytree import tree_map
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
-from torchrl_generational.carrier import CARRIER_KEY, carrier_of, decode, place_of
+from torchrl_generational.carrier import CARRIER_KEY, carrier_of, decode, place_of, take_bits
 from torchrl_generational.indexing import leading_shape
 from torchrl_generational.mixin import on_device_of
 from torchrl_generational.whole import rows_drawn_together, whole_records
@@ -54,13 +54,30 @@ class Draw:
 
     def records(self, place: torch.Tensor) -> Any:
         """The records at consecutive places."""
-        start, stop = int(place[0]), int(place[-1]) + 1
+        self._tell_apart()
+        start, stop = (int(place[0]), int(place[-1]) + 1) if place.numel() else (0, 0)
+        if start == stop:
+            return _cut(self._parts[0][2], 0, 0)
         parts = [
             data if start <= low and high <= stop else _cut(data, max(start - low, 0), stop - low)
             for low, high, data in self._parts
             if low < stop and start < high
         ]
         return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _tell_apart(self) -> None:
+        """What only some of the members say about their records, as slice samplers of their ends, becomes an entry."""
+        everywhere = set.intersection(*map(set, self._infos)) | {_WEIGHT}
+        for (start, stop, data), info in zip(self._parts, self._infos, strict=True):
+            for key in info.keys() - everywhere:
+                value = info.pop(key)
+                if isinstance(data, TensorDictBase) and start < stop:
+                    with data.unlock_():
+                        data.set(key, value)
+
+    def keep(self, twin: Any, sampler: Any) -> None:
+        """Has the ensemble's sampler remember what its twin has changed in itself while it drew."""
+        vars(sampler).update({name: value for name, value in vars(twin).items() if name != "_samplers"})
 
     def info(self, place: torch.Tensor) -> TensorDict:
         """Handles and weights of the records at ``place``, as TorchRL's ensembles lay them out."""
@@ -123,22 +140,30 @@ def follow_parts(
     if not all(isinstance(part, TensorDictBase) for part in parts):
         result = step(parts)
         return result, _kept(result, places)
-    batch_size, inner = parts[0].batch_size, parts[0].ndim - places[0].ndim
-    before = list(parts[0].values(True, True))  # kept alive, so that no new entry can take an old one's address
+    batch_size = parts[0].batch_size
+    inner = min(part.ndim - place.ndim for part, place in zip(parts, places, strict=True))
+    # What has no elements is the same in every order. Kept alive, so that no new entry can take an old one's address.
+    before = [leaf for leaf in parts[0].values(True, True) if not isinstance(leaf, torch.Tensor) or leaf.numel()]
     untouched = {place_of(leaf) for leaf in before}
-    numbers = carrier_of(TensorDict({}, [flat.numel()]), flat.shape)["bits"].split([place.numel() for place in places])
+    numbers = torch.split(carrier_of(TensorDict({}, [flat.numel()]), flat.shape), [place.numel() for place in places])
     for part, place, bits in zip(parts, places, numbers, strict=True):
-        own = bits.reshape(*place.shape, *(1,) * inner, -1).expand(*part.batch_size, -1).to(part.device)
+        own = (
+            bits.reshape(*place.shape, *(1,) * (part.ndim - place.ndim), -1)
+            .expand(*part.batch_size, -1)
+            .to(part.device)
+        )
         part.unlock_().set(CARRIER_KEY, TensorDict({"bits": own.clone()}, part.batch_size, device=part.device))
     with _set_dispatch_td_nn_modules(True):
         result = step(parts)
-    if not isinstance(result, TensorDictBase):
+    if isinstance(result, torch.Tensor):
         return result, _kept(result, places)
-    bits = result.get((CARRIER_KEY, "bits"), None)
-    if CARRIER_KEY in result:
-        with result.unlock_():
-            result.pop(CARRIER_KEY)
-    position = None if bits is None else decode(bits, flat.numel())
+    if not isinstance(result, TensorDictBase):
+        raise RuntimeError(
+            f"A collation or a transform of this ensemble turned tensordicts into a {type(result).__name__}, in which "
+            "records cannot carry their handles. Return one tensordict."
+        )
+    carried = take_bits(result)
+    position = None if carried is None else decode(carried, flat.numel())
     if position is None:
         leaves = (place_of(leaf) for leaf in result.values(True, True))
         if len(parts) == 1 and result.batch_size == batch_size and any(leaf in untouched for leaf in leaves):
@@ -148,21 +173,22 @@ def follow_parts(
             f"handles, {CARRIER_KEY!r}, and rebuilt the others, so that it cannot be told where each record went. "
             "Return that one as well."
         )
-    first = position[(..., *(slice(1),) * inner)]
-    if inner and bool((position == first).all()):  # trajectories stored as records, which are whole
-        position = first[(..., *(0,) * inner)]
+    if 0 < inner < position.ndim:
+        first = position[(..., *(slice(1),) * inner)]
+        if bool((position == first).all()):  # trajectories stored as records, which are whole
+            position = first[(..., *(0,) * inner)]
     return result, flat[position.to(flat.device)]
 
 
 def _kept(result: Any, places: list[torch.Tensor]) -> torch.Tensor:
-    """The places of records that carry none, if a step can have kept them in order."""
+    """The places of records that carry none, if a step can have kept them in order, part after part."""
     flat = torch.cat([place.reshape(-1) for place in places])
     alike = len({place.shape for place in places}) == 1
     together = flat if not alike else places[0] if len(places) == 1 else torch.stack(places)
     shape = leading_shape(result)
-    if shape[: together.ndim] == together.shape or not shape:
+    if shape[: together.ndim] == together.shape:
         return together
-    if shape[0] == flat.numel():
+    if shape and shape[0] == flat.numel():
         return flat
     raise RuntimeError(
         f"A collation or a transform of this ensemble turned {flat.numel()} records into a {type(result).__name__} of "

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import ReplayBufferEnsemble
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.utils import _reduce
 
 from torchrl_generational.arrays import index_array
+from torchrl_generational.conditional import PRIORITY
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import as_int64, normalise_handles
 from torchrl_generational.leaves import checked_array, checked_priority
 from torchrl_generational.priorities import as_priority, match_shape
+from torchrl_generational.repeats import once_each, per_handle
 from torchrl_generational.result import UpdateResult
 from torchrl_generational.samplers import stores_arrays
 from torchrl_generational.stamps import NEVER_WRITTEN
@@ -38,13 +41,19 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
         Raises:
             ValueError: if they read different ones.
         """
-        keys = {rb.priority_key for rb in self._rbs if hasattr(rb, "priority_key")} or {"td_error"}
+        reading = [rb for rb in self._rbs if hasattr(rb, "priority_key")]
+        keys = {rb.priority_key for rb in [rb for rb in reading if rb.keeps_priorities] or reading} or {"td_error"}
         if len(keys) > 1:
             raise ValueError(
                 f"The members of this ensemble read their TD errors from different entries, {sorted(map(str, keys))}. "
                 "Give them one priority_key, or call update_priority_if_present(index=sample['index'], ...)."
             )
         return keys.pop()
+
+    @property
+    def keeps_priorities(self) -> bool:
+        """Whether a member draws by priority."""
+        return any(rb.keeps_priorities for rb in self._rbs)
 
     def update_priority_if_present(
         self, *, index: Any, generation: Any, priority: Any, buffer_ids: Any = None
@@ -117,19 +126,40 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
             KeyError: if an entry is missing.
             TypeError, ValueError, IndexError, RuntimeError: as :meth:`update_priority_if_present`.
         """
-        # trajectories stored as records repeat their handle over their own dimensions
-        inner = min(data.ndim, max(int(getattr(rb.storage, "record_ndim", 0)) for rb in self._rbs))
-        shape = data.batch_size[: data.ndim - inner]
-        first = (*(slice(None),) * len(shape), *(0,) * inner)
         keys = (("index", "buffer_ids"), ("index", "index"), GENERATION_KEY)
-        ids, index, generation = (self._entry(data, key)[first] for key in keys)
-        priority, device = self._entry(data, self.priority_key), self._common_device()
+        handles = [self._entry(data, key) for key in keys]
+        shape, device = data.batch_size, self._common_device()
+        ids, index, generation = handles
+        if not ids.shape == index.shape[: len(shape)] == generation.shape == shape:
+            raise ValueError(
+                f"The data has batch size {tuple(shape)}, and the handles in it have shapes "
+                f"{[tuple(handle.shape) for handle in handles]}. Give it one handle per row, as a sample carries them."
+            )
+        whole = len(shape) - max(int(getattr(rb.storage, "record_ndim", 0)) for rb in self._rbs)
+        repeated = whole < len(shape)  # trajectories stored as records repeat their handle over their own dimensions
+        if repeated and whole > 0 and shape[whole:].numel():
+            firsts = [once_each(handle, whole, len(shape)) for handle in handles]
+            rows = [first for first in firsts if first is not None]
+            records = {
+                storage._storage.shape[storage.ndim :] for rb in self._rbs if (storage := rb.storage).initialized
+            }
+            if len(rows) == len(firsts) and records == {shape[whole:]}:  # all steps of one in each row
+                (ids, index, generation), shape, repeated = rows, shape[:whole], False
+        priority = self._entry(data, self.priority_key)
         values = as_priority(priority, dtype=torch.float64, device=device, name=str(self.priority_key))
+        if shape.numel() and not values.numel():
+            raise ValueError(
+                f"The entry {self.priority_key!r} has shape {tuple(priority.shape)}: no TD error for any row. Nothing "
+                "was updated."
+            )
         values = values.reshape(shape.numel(), -1) if values.numel() else values.reshape(0, 1)
-        return self._update(index, ids, as_int64("generation", generation, device), values)
+        return self._update(index, ids, as_int64("generation", generation, device), values, repeated=repeated)
 
     def _entry(self, data: TensorDictBase, key: Any) -> torch.Tensor:
-        value = data.get(key, None)
+        try:
+            value = data.get(key, None)
+        except (KeyError, ValueError):  # "index" is no tensordict, as in a sample of a single buffer
+            value = None
         if not isinstance(value, torch.Tensor):
             raise KeyError(
                 f"{type(self).__name__}.update_tensordict_priority_if_present reads the entry {key!r}, and the data "
@@ -157,13 +187,17 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
         for route in self._routes(index, buffer_ids, written, values, "update_priority"):
             route.member.update_priority(route.places, route.priority)
 
-    def _update(self, index: Any, buffer_ids: Any, generation: torch.Tensor, values: torch.Tensor) -> UpdateResult:
+    def _update(
+        self, index: Any, buffer_ids: Any, generation: torch.Tensor, values: torch.Tensor, *, repeated: bool = False
+    ) -> UpdateResult:
+        """Updates each row in its member. ``repeated``: several rows may be of one trajectory stored as a record."""
         updated = torch.zeros(generation.numel(), dtype=torch.bool, device=generation.device)
         stamps = generation.reshape(-1)
         for route in self._routes(index, buffer_ids, generation, values, "update_priority_if_present"):
-            result = route.member.update_priority_if_present(
-                index=route.places, generation=stamps[route.rows], priority=route.priority
-            )
+            own, priority = stamps[route.rows], route.priority
+            if repeated and priority.ndim and getattr(route.member.storage, "record_ndim", 0):
+                priority = per_handle(route.places, own, priority, route.member._drawing_sampler().reduction)
+            result = route.member.update_priority_if_present(index=route.places, generation=own, priority=priority)
             updated[route.rows] = result.updated_mask.to(updated.device)
         return UpdateResult(updated.reshape(generation.shape))
 
@@ -224,14 +258,53 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
         devices = {rb.storage.slot_generations.device for rb in self._rbs}
         return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
-    def update_if_present(self, **kwargs: Any) -> UpdateResult:
+    def submit_update_priority_if_present(
+        self, *, index: Any, generation: Any, priority: Any, buffer_ids: Any = None
+    ) -> Future[UpdateResult]:
+        """:meth:`update_priority_if_present` on a background thread, in order with prefetched batches.
+
+        Arguments, order and errors as for the members' own ``submit_update_priority_if_present``.
+
+        Returns:
+            A future of the :class:`UpdateResult`.
+        """
+        index, buffer_ids = (torch.as_tensor(part) for part in _split(index, buffer_ids))
+        handles = TensorDict({"index": index, "buffer_ids": buffer_ids}, buffer_ids.shape)
+        future: Future[UpdateResult] = self.submit_update_if_present(
+            index=handles, generation=generation, patch={PRIORITY: priority}
+        )
+        return future
+
+    def update_if_present(self, *, index: Any, generation: Any, patch: Any, **comparison: Any) -> UpdateResult:
         """TorchRL's conditional update of stored fields by ``index`` of a sample, with an :class:`UpdateResult`.
 
         TorchRL's routing updates one member after the other: what a later one refuses leaves earlier ones updated.
         """
+        if isinstance(patch, dict) and PRIORITY in patch:  # submitted, see above
+            return self.update_priority_if_present(index=index, generation=generation, priority=patch[PRIORITY])
         self._ready()
-        outcome = super().update_if_present(**kwargs)
-        return UpdateResult(outcome.updated, outcome.version_rejected)
+        generation = torch.as_tensor(generation)
+        shape = generation.shape
+        if isinstance(index, TensorDictBase):
+            ids, places = index.get("buffer_ids"), index.get("index")
+            inner = min(int(getattr(rb.storage, "record_ndim", 0)) for rb in self._rbs)
+            whole = len(shape) - inner
+            if inner and whole > 0 and ids.shape == shape and shape[whole:].numel():
+                # the sample's handles: one record, and one value of the patch, for each trajectory
+                firsts = [once_each(handle, whole, len(shape)) for handle in (ids, places, generation)]
+                if all(first is not None for first in firsts):
+                    ids, places, generation = firsts
+                    if isinstance(patch, TensorDictBase):
+                        patch = patch.copy()
+                        patch.batch_size = shape[:whole]
+            owners = self._owners(ids, ids.shape, ids.device).reshape(ids.shape)
+            index = TensorDict({"index": places, "buffer_ids": owners}, owners.shape)
+        outcome = super().update_if_present(index=index, generation=generation, patch=patch, **comparison)
+
+        def in_shape(mask: Any) -> Any:
+            return None if mask is None else mask.reshape(*mask.shape, *(1,) * (len(shape) - mask.ndim)).expand(shape)
+
+        return UpdateResult(in_shape(outcome.updated), in_shape(outcome.version_rejected))
 
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's totals over the members, and those of their conditional updates, whoever made them."""

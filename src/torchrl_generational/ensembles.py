@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from functools import partial
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -19,7 +19,9 @@ from torchrl_generational.buffers import GenerationalReplayBuffer
 from torchrl_generational.ensemble_checkpoints import EnsembleCheckpoints
 from torchrl_generational.ensemble_draws import Draw, attached, follow_parts, on_first, steps_of
 from torchrl_generational.ensemble_updates import EnsembleUpdates
+from torchrl_generational.incoming import refuse_layout, refuse_misfits, without_handles
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
+from torchrl_generational.tensordict_mixin import GenerationalTensorDictReplayBufferMixin
 
 __all__ = ["GenerationalReplayBufferEnsemble"]
 
@@ -82,6 +84,7 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
     _sampler: Any
     _writer: Any
     _made = False  # set once all parts are in place
+    _given: Any = None  # the three ensembles of parts that it is being made of
 
     def __init__(
         self,
@@ -92,13 +95,22 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
         collate_fns: Any = None,
         **kwargs: Any,
     ) -> None:
-        if not rbs and None not in (storages, samplers, writers):
+        given = (storages, samplers, writers)
+        if (None in given) if not rbs else given != (None, None, None):
+            raise TypeError(
+                f"{type(self).__name__} is made of buffers, or of storages, samplers and writers together, got "
+                f"{len(rbs)} buffers and {3 - given.count(None)} of the three."
+            )
+        self._collated_by_members = collate_fns is None
+        if not rbs:
             rbs = _members_of(storages, samplers, writers, collate_fns)
+            self._given = given
             for name in ("p", "sample_from_all", "num_buffer_sampled"):
-                kwargs.setdefault(name, getattr(samplers, name))
-            storages = samplers = writers = None
+                kwargs[name] = getattr(samplers, name)  # TorchRL's goes by those of the sampler, too
         self._check_members(rbs)
-        super().__init__(*rbs, storages=storages, samplers=samplers, writers=writers, collate_fns=collate_fns, **kwargs)
+        super().__init__(*rbs, collate_fns=collate_fns, **kwargs)
+        if self.initialized:
+            self._adopt()
 
     def _check_members(self, rbs: tuple[Any, ...]) -> None:
         name = type(self).__name__
@@ -134,31 +146,47 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
             with self._replay_lock:
                 if not self.initialized:
                     self._init()
+                self._adopt()
                 self._made = True
         # what members exchanged in the meantime
+        if self._rng is not None:
+            for rb in self._rbs:
+                if rb.sampler._rng is not self._rng:
+                    rb.sampler._rng = self._rng
+        if self._collated_by_members:
+            self._collate_fns = [rb._collate_fn for rb in self._rbs]
         self._storage._storages = tuple(rb.storage for rb in self._rbs)
         self._sampler._samplers = tuple(rb.sampler for rb in self._rbs)
         self._writer._writers = tuple(rb.writer for rb in self._rbs)
+
+    def _adopt(self) -> None:
+        """Works with the very ensembles of parts that it was made of, which the caller may go on to hold."""
+        if self._given is not None:
+            (self._storage, self._sampler, self._writer), self._given = self._given, None
 
     # ---------------------------------------------------------------- locks
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """The locks of all members' storages, in an order that is the same for every ensemble."""
+        """The locks of all members' storages, in an order that is the same for every ensemble in every process."""
         with contextlib.ExitStack() as held:
             held.enter_context(self._replay_lock)
-            for rb in sorted(self._rbs, key=lambda rb: id(rb._replay_lock)):
+            for rb in sorted(self._rbs, key=lambda rb: rb._replay_lock.order):
                 held.enter_context(rb._exclusive())
             yield
 
     @contextlib.contextmanager
-    def _still(self) -> Iterator[None]:
-        """No work in flight, here and in the members, and all their locks."""
+    def _still(self, *, errors: bool = True) -> Iterator[None]:
+        """No work in flight, here and in the members, and all their locks. ``errors``: of updates submitted here."""
         self._ready()
         with contextlib.ExitStack() as held:
             for buffer in (self, *sorted(self._rbs, key=id)):
                 held.enter_context(buffer._futures_lock)
-                buffer._synchronize_futures_locked()  # needs the storages' locks
+                if buffer is self and errors:
+                    self._synchronize_futures_locked()  # needs the storages' locks
+                else:  # whoever submitted to a member gets its errors there
+                    wait((*buffer._prefetch_queue, *buffer._pending_update_futures))
+                    buffer._drop_failed_batches()
             held.enter_context(self._locked())
             yield
 
@@ -186,7 +214,9 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
     def _sample(self, batch_size: int) -> tuple[Any, TensorDictBase]:
         drawn = Draw(self._rbs)
         with self._replay_lock:  # one generator for all members
-            found, _ = drawn.sampler(self._sampler).sample(self._storage, batch_size)
+            twin = drawn.sampler(self._sampler)
+            found, _ = twin.sample(self._storage, batch_size)
+            drawn.keep(twin, self._sampler)
         chunks, places = [], []
         for number, place in zip(found["buffer_ids"].tolist(), drawn.places(found["index"]), strict=True):
             data = drawn.records(place)
@@ -247,12 +277,36 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
         One section over all members, so that the handles are those of the records written here.
         """
         self._ready()
-        with self._locked():
-            return super().extend(data, update_priority=update_priority)
+        if update_priority is None:
+            routed = self._route(data)  # user code, possibly slow: before the locks, as in TorchRL
+            with self._locked():
+                self._check_rows(*routed)
+                return super().extend(_Routed(*routed))
+        return super().extend(data, update_priority=update_priority)
+
+    def _route(self, data: Any) -> Any:
+        return data if isinstance(data, _Routed) else super()._route(data)
+
+    def _check_rows(self, data: TensorDictBase, buffer_ids: torch.Tensor) -> None:
+        """Refuses what a member would refuse before the first member is written to. All locks held."""
+        for number in sorted(set(buffer_ids.tolist())):
+            rb, rows = self._rbs[number], (buffer_ids == number).nonzero()[:, 0]
+            if not isinstance(rb, GenerationalTensorDictReplayBufferMixin) or not rb._has_no_transform():
+                continue  # what a transform makes of the rows is not known yet
+            try:
+                refuse_layout(rb, data[rows], rb.storage.ndim)
+                rb._first_priority(data[rows])
+                if rb.storage.initialized and rb.storage.ndim == 1:
+                    refuse_misfits(rb.storage._storage, without_handles(data[rows]), torch.arange(len(rows)))
+            except (ValueError, RuntimeError) as error:
+                raise type(error)(
+                    f"{error} Member {number} would be given the rows {rows.tolist()} of the batch, in this order. "
+                    "Nothing was written to any member."
+                ) from error
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Empties all members in one section: every handle is stale and prefetched batches are dropped."""
-        with self._still():
+        with self._still(errors=False):
             self._drop_prefetched()
             for rb in self._rbs:
                 rb.empty(empty_write_count)
@@ -293,6 +347,13 @@ _NOT_SHARED = (
     "An ensemble stays in the process that samples and updates. Share its members, member.share(), before or after it "
     "is made; hand those to the processes that write, and keep the ensemble here."
 )
+
+
+class _Routed(NamedTuple):
+    """A flat batch, and the member of each of its rows."""
+
+    data: TensorDictBase
+    buffer_ids: torch.Tensor
 
 
 def _members_of(storages: Any, samplers: Any, writers: Any, collate_fns: Any) -> tuple[Any, ...]:

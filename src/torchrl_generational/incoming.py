@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,15 @@ from torchrl_generational.indexing import keep_last
 from torchrl_generational.plain import objects_in
 from torchrl_generational.records import entries_of
 
-__all__ = ["last_of_each", "names_rows", "refuse_misfits", "refuse_varying_objects", "select", "without_handles"]
+__all__ = [
+    "last_of_each",
+    "names_rows",
+    "refuse_layout",
+    "refuse_misfits",
+    "refuse_varying_objects",
+    "select",
+    "without_handles",
+]
 
 
 def names_rows(cursor: Any) -> bool:
@@ -22,6 +31,31 @@ def names_rows(cursor: Any) -> bool:
     if isinstance(cursor, torch.Tensor):
         return cursor.ndim <= 1 and cursor.dtype != torch.bool
     return type(cursor) in (int, range) or (isinstance(cursor, slice) and cursor.step in (None, 1))
+
+
+def refuse_layout(buffer: Any, data: Any, ndim: int) -> None:
+    """Refuses records whose samples could not hold their handles as entries, before anything is written.
+
+    Args:
+        buffer: a tensordict buffer.
+        data: what it is given.
+        ndim: how many dimensions of the data are the storage's.
+
+    Raises:
+        ValueError: for a tensorclass, and for records with dimensions of their own in a storage of several.
+    """
+    if is_tensorclass(data):
+        raise ValueError(
+            f"{type(buffer).__name__} takes tensordicts, got {type(data).__name__}: a tensorclass has no entries for "
+            "handles. Use GenerationalReplayBuffer or GenerationalPrioritizedReplayBuffer, whose info has them."
+        )
+    if buffer._storage.ndim > 1 and is_tensor_collection(data) and data.ndim > ndim:
+        raise ValueError(
+            f"The records have batch size {tuple(data.batch_size[ndim:])} of their own, got data of batch size "
+            f"{tuple(data.batch_size)} for a storage with ndim={buffer._storage.ndim}: coordinates do not fit into "
+            f"their samples. Give the data batch size {tuple(data.batch_size[:ndim])}, or use "
+            "GenerationalReplayBuffer, whose info has the handles."
+        )
 
 
 def refuse_misfits(stored: Any, data: Any, cursor: Any) -> None:
@@ -54,7 +88,13 @@ def refuse_varying_objects(stored: Any, data: Any) -> None:
     Raises:
         TypeError: naming the entry, what the storage holds, and what came.
     """
-    kept = dict(_objects(stored))
+    kept: dict[tuple[str, ...], Any] = {}
+    unknown = set()  # a tuple comes back from a checkpoint as a stack of its items
+    for key, value in _objects(stored):
+        if not _same(kept.setdefault(key, value), value):
+            unknown.add(key)
+    for key in unknown:
+        del kept[key]
     for item in data if isinstance(data, list) else [data]:
         for key, value in _objects(item):
             if not _same(kept.setdefault(key, value), value):
@@ -78,10 +118,22 @@ def _objects(data: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, or would be once they have been to a checkpoint and back."""
     try:
-        return one is other or bool(one == other)
-    except Exception:  # arrays, and whatever else does not compare to a truth value
+        return one is other or bool(_as_loaded(one) == _as_loaded(other)) or pickle.dumps(one) == pickle.dumps(other)
+    except ValueError:  # arrays do not compare to a truth value
+        return pickle.dumps(one) == pickle.dumps(other)
+    except Exception:  # what cannot be pickled either
         return False
+
+
+def _as_loaded(value: Any) -> Any:
+    """What TorchRL's metadata, which are JSON, make of a value: lists of tuples, and None of NaN."""
+    if isinstance(value, Mapping):
+        return {key: _as_loaded(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_loaded(entry) for entry in value]
+    return None if isinstance(value, float) and value != value else value
 
 
 def _pairs(stored: Any, data: Any) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:

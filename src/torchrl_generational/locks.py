@@ -7,6 +7,7 @@ that storage, and every method however nested, excludes every other.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -20,7 +21,7 @@ class StorageLock:
     """A reentrant lock for threads that also excludes other processes after :meth:`share`.
 
     Order: the thread lock is taken first, then, on the outermost entry only, the process lock. Buffers take their
-    futures lock before this one, never after.
+    futures lock before this one, never after. Whoever takes several takes them by :attr:`order`.
 
     A process that is killed while it holds the lock gives it back (on platforms with ``fcntl``; elsewhere
     :meth:`share` warns). In a forked child it is free, whatever the parent's threads held.
@@ -36,10 +37,11 @@ class StorageLock:
         ...     pass
     """
 
-    __slots__ = ("__weakref__", "_depth", "_held", "_processes", "_threads")
+    __slots__ = ("__weakref__", "_depth", "_held", "_processes", "_threads", "order")
 
     def __init__(self) -> None:
         self._processes: Any = None  # the process lock once shared; guarded by _threads
+        self.order = secrets.randbits(63)  # the same in all processes that share the lock; constant
         self.renew()
         renew_in_forked_children(self, "renew")
 
@@ -103,9 +105,11 @@ class StorageLock:
         processes = self._processes
         if processes is not None and get_spawning_popen() is None:
             processes = True  # shared, but this copy needs a lock of its own
-        return {"processes": processes}
+        return {"processes": processes, "order": self.order if get_spawning_popen() is not None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
         processes = state["processes"]
         self._processes = make_process_lock() if processes is True else processes
+        if state.get("order") is not None:
+            self.order = state["order"]

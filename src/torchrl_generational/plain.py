@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection, is_tensorclass
 
-__all__ = ["RECORD_OBJECTS", "from_plain", "objects_in", "to_plain", "unshared"]
+__all__ = ["RECORD_OBJECTS", "from_plain", "like", "objects_in", "to_plain", "unshared"]
 
 #: Key in the state of a storage: its entries that are no tensors.
 RECORD_OBJECTS = "_generational_objects"
@@ -37,7 +37,7 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: to_plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):
-        return _like(value, map(to_plain, value))
+        return like(value, map(to_plain, value))
     return value
 
 
@@ -54,7 +54,7 @@ def from_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: from_plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):
-        return _like(value, map(from_plain, value))
+        return like(value, map(from_plain, value))
     return value
 
 
@@ -78,10 +78,10 @@ def unshared(value: Any) -> Any:
         twin.update((key, unshared(entry)) for key, entry in value.items())
         return twin
     if isinstance(value, tuple | list):
-        return _like(value, map(unshared, value))
+        return like(value, map(unshared, value))
     return deepcopy(value)
 
 
-def _like(value: Any, entries: Iterable[Any]) -> Any:
+def like(value: Any, entries: Iterable[Any]) -> Any:
     """A tuple, named tuple or list like ``value``."""
     return value._make(entries) if hasattr(value, "_make") else type(value)(entries)

@@ -65,6 +65,12 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     _write_lock: Any
     _passed_on: Any = None
 
+    @property
+    def keeps_priorities(self) -> bool:
+        """Whether the sampler draws by priority, here or in the process that made it."""
+        self._ready()
+        return keeps_priorities(self._learners_sampler())
+
     def __init__(self, **kwargs: Any) -> None:
         self._owner = os.getpid()
         super().__init__(**kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import secrets
 from concurrent.futures import Future
 from functools import partial
@@ -27,6 +28,7 @@ from torchrl.data.replay_buffers.ray_buffer import (
 from torchrl_generational.buffers import GenerationalReplayBuffer
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
+from torchrl_generational.plain import like
 from torchrl_generational.result import UpdateResult
 
 __all__ = ["GenerationalRayReplayBuffer", "in_actor"]
@@ -42,17 +44,21 @@ _ANCHORS = ("anchor_index", "anchor_generation", "validity_mask")
 class _InActor(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     """Stands in front of a buffer class in the actor that holds the buffer."""
 
-    _refusal: Exception | None = None
+    _refusal: tuple[str, bytes | None] | None = None
 
-    def __init__(self, *args: Any, delayed_init: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, delayed_init: bool = False, _hold_refusal: bool = False, **kwargs: Any) -> None:
         if delayed_init:  # Ray buffers always pass it, and TorchRL's prioritized buffers do not take it
             kwargs["delayed_init"] = True
         try:
             super().__init__(*args, **kwargs)
         except Exception as error:
-            if ray.get_runtime_context().was_current_actor_reconstructed:
-                raise  # nobody waits for it
-            self._refusal = error  # raised, Ray would tell the caller that the actor died
+            if not _hold_refusal or ray.get_runtime_context().was_current_actor_reconstructed:
+                raise  # nobody asks for it
+            self._refusal = _packed(error)  # raised, Ray would tell the caller that the actor died
+
+    def __repr__(self) -> str:
+        # Ray shows it with the error of a constructor, when there is nothing to show yet
+        return super().__repr__() if "_storage" in vars(self) else f"{type(self).__name__}(not made)"
 
     def _init(self) -> None:
         fresh = not self._initialized
@@ -72,6 +78,20 @@ class _InActor(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
 
     def insert_transform(self, *args: Any, **kwargs: Any) -> None:
         super().insert_transform(*args, **kwargs)
+
+    def share(self, *args: Any, **kwargs: Any) -> None:
+        pass  # whoever has a client shares the buffer already
+
+
+def _packed(error: Exception) -> tuple[str, bytes | None]:
+    """What an error says, and the error itself if it can travel."""
+    said = f"{type(error).__name__}: {error}"
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+    except Exception:
+        return said, None
+    return said, packed
 
 
 def in_actor(cls: type[ReplayBuffer]) -> type[ReplayBuffer]:
@@ -117,11 +137,12 @@ def served(
 
 def _start(remote_class: Any, *args: Any, **kwargs: Any) -> Any:
     """An actor with its buffer; raises what the buffer's constructor raised."""
-    actor = remote_class.remote(*args, **kwargs)
+    actor = remote_class.remote(*args, _hold_refusal=True, **kwargs)
     refusal = ray.get(actor._getattr.remote("_refusal"))
     if refusal is not None:
         ray.kill(actor, no_restart=True)
-        raise refusal
+        said, packed = refusal
+        raise RuntimeError(said) if packed is None else pickle.loads(packed)
     return actor
 
 
@@ -131,6 +152,7 @@ class _ConditionalCalls:
     _actor: Any
     has_gpu: bool
     _known_priority_key: Any = None
+    _known_to_keep_priorities: bool | None = None
 
     def update_priority_if_present(self, *, index: Any, generation: Any, priority: Any) -> UpdateResult:
         """The buffer's ``update_priority_if_present``, in its actor: compared and updated there in one section.
@@ -189,6 +211,40 @@ class _ConditionalCalls:
             self._known_priority_key = ray.get(self._actor._getattr.remote("priority_key"))
         return self._known_priority_key
 
+    @property
+    def conditional_updates(self) -> bool:
+        """Whether ``update_tensordict_priority`` of the buffer in the actor compares handles; may be set.
+
+        Raises:
+            TypeError: if it is set, and the samples of that buffer do not carry handles as entries.
+        """
+        try:
+            return bool(ray.get(self._actor._getattr.remote("conditional_updates")))
+        except AttributeError:
+            return False
+
+    @conditional_updates.setter
+    def conditional_updates(self, conditional: bool) -> None:
+        try:
+            ray.get(self._actor._getattr.remote("conditional_updates"))
+        except AttributeError as error:
+            raise TypeError(
+                "The samples of the buffer in the actor do not carry handles as entries. Make it with "
+                "replay_buffer_cls=GenerationalTensorDictReplayBuffer or GenerationalTensorDictPrioritizedReplayBuffer."
+            ) from error
+        ray.get(self._actor._setattr.remote("conditional_updates", conditional))
+
+    @property
+    def keeps_priorities(self) -> bool:
+        """Whether the buffer in the actor draws by priority, as it did when this was first asked."""
+        if self._known_to_keep_priorities is None:
+            self._known_to_keep_priorities = bool(ray.get(self._actor._getattr.remote("keeps_priorities")))
+        return self._known_to_keep_priorities
+
+    def share(self, shared: bool = True) -> Any:
+        """Nothing, and returns this object: all who have a client share the buffer already."""
+        return self
+
     def _update_priority(self, index: Any, generation: Any, priority: Any) -> Any:
         sent = self._sent({"index": index, "generation": generation, "priority": priority})
         return self._actor.update_priority_if_present.remote(**sent)
@@ -214,7 +270,7 @@ class _ConditionalCalls:
         if isinstance(value, dict):
             return {key: self._sent(entry) for key, entry in value.items()}
         if isinstance(value, tuple | list):
-            return type(value)(map(self._sent, value))
+            return like(value, map(self._sent, value))
         if is_tensor_collection(value) or isinstance(value, torch.Tensor):
             # pickle takes all of the memory that a tensor is a view of
             return value.clone() if self.has_gpu else value.to("cpu").clone()
@@ -318,10 +374,6 @@ class GenerationalRayReplayBuffer(_ConditionalCalls, RayReplayBuffer):  # type: 
     def insert_transform(self, *args: Any, **kwargs: Any) -> GenerationalRayReplayBuffer:
         """Inserts a transform into the buffer in the actor; returns this object."""
         super().insert_transform(*args, **kwargs)
-        return self
-
-    def share(self, shared: bool = True) -> GenerationalRayReplayBuffer:
-        """Nothing, and returns this object: all who have a client share the buffer already."""
         return self
 
     def __getattr__(self, name: str) -> Any:

@@ -17,6 +17,8 @@ def per_anchor(
     An anchor of which a part of a sample has no valid row gets no priority: its rows name no record.
     """
     shape = priority.shape
+    if not priority.numel():
+        return priority, generation
     generation = generation.reshape(-1).to(priority.device)
     group, _ = _groups(index, generation, priority.device)
     source = priority.reshape(-1)

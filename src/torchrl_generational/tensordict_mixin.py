@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection, is_tensorclass
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.storages.utils import _collate_id
@@ -16,6 +15,7 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.generations import GENERATION_KEY
+from torchrl_generational.incoming import refuse_layout
 from torchrl_generational.indexing import keep_last
 from torchrl_generational.leaves import checked_priority
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
@@ -42,8 +42,9 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
     priority in one section, so that no other thread sees the one without the other.
 
     Args:
-        conditional_updates: whether :meth:`update_tensordict_priority` compares handles too. The attribute of this name
-            may be changed at any time, and :func:`~torchrl_generational.trainer.use_conditional_updates` sets it.
+        conditional_updates: whether :meth:`update_tensordict_priority` compares handles too; defaults to the class
+            attribute of this name, which is False. The attribute may be changed at any time, and
+            :func:`~torchrl_generational.trainer.use_conditional_updates` sets it.
         **kwargs: the arguments of :class:`GenerationalReplayBufferMixin`.
 
     Thread safety and errors as :class:`GenerationalReplayBufferMixin`.
@@ -58,11 +59,17 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
     _default_writer: type[Writer] = GenerationalTensorDictRoundRobinWriter
     _visible_handles = ("index", GENERATION_KEY)
     conditional_updates: bool = False
-    _giving_first: int | None = None  # the thread that gives a record just written its priority
+    _written: Any = None  # what holds a record just written, while it gets its priority; guarded by the storage's lock
 
-    def __init__(self, *, conditional_updates: bool = False, **kwargs: Any) -> None:
-        self.conditional_updates = conditional_updates
+    def __init__(self, *, conditional_updates: bool | None = None, **kwargs: Any) -> None:
+        if conditional_updates is not None:
+            self.conditional_updates = conditional_updates
         super().__init__(**kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state.pop("_written", None)
+        return state
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, **deprecated: Any) -> Any:
         """Draws a batch whose entries include ``index``, ``index_generation`` and, by priority, its weights.
@@ -170,19 +177,24 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             index = index[..., 0]
         while generation.ndim > data.ndim:
             generation = generation[..., 0]
+        priority = checked_priority(sampler, priority, name=str(self.priority_key))
         shape, inner = data.batch_size, int(getattr(storage, "record_ndim", 0))
         whole = data.ndim - inner
-        if inner and whole > 0:
+        in_rows: tuple[torch.Tensor, torch.Tensor] | None = None
+        if inner and whole > 0 and shape[whole:].numel():
             # trajectories stored as records repeat their handle over their own dimensions
             slots, stamps = once_each(index, whole, data.ndim), once_each(generation, whole, data.ndim)
-            if slots is not None and stamps is not None:
-                index, generation = slots, stamps
-                shape, inner = shape[:whole], 0
-        priority = checked_priority(sampler, priority, name=str(self.priority_key))
+            in_rows = None if slots is None or stamps is None else (slots, stamps)
+            if in_rows and shape[whole:] == storage._storage.shape[storage.ndim :]:
+                shape = shape[:whole]  # all steps of one in each row
         if priority.shape != shape:
             priority = _reduce(priority.flatten(len(shape)), sampler.reduction, dim=-1)
-        if inner and not anchored and generation.numel():  # reshaped, or some steps of each only
-            priority = per_handle(index, generation, priority, sampler.reduction)
+        if inner and not anchored and shape == data.batch_size and generation.numel():
+            priority = per_handle(index, generation, priority, sampler.reduction)  # reshaped, or some steps only
+        if in_rows:
+            index, generation = in_rows
+            if priority.ndim > whole:
+                priority = priority.flatten(whole)[..., 0]
         if anchored:
             priority, generation = per_anchor(index, generation, priority, data.get("validity_mask", None))
         return self.update_priority_if_present(index=index, generation=generation, priority=priority)
@@ -214,18 +226,22 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         """
         self._ready()
         self._refuse_elsewhere()
-        if not self.conditional_updates or self._giving_first == threading.get_ident():
+        if not self.conditional_updates or data is self._written:
             super().update_tensordict_priority(data)
         elif keeps_priorities(self._learners_sampler()):
             self.update_tensordict_priority_if_present(data)
 
-    def _give_first_priority(self, data: Any) -> None:
+    def _give_first_priority(self, data: Any, index: Any) -> None:
         """Updates by the slot just written to, whatever old handle ``data`` holds, through overrides. Lock held."""
-        self._giving_first = threading.get_ident()
+        ours = GenerationalTensorDictReplayBufferMixin.update_tensordict_priority
+        if type(self).update_tensordict_priority is not ours and is_tensor_collection(data):
+            stamp = self._generations_now(torch.as_tensor(index).reshape(-1))  # for one that goes by handles
+            data.set(GENERATION_KEY, stamp.reshape((1,) * data.ndim).expand(data.batch_size))
+        before, self._written = self._written, data
         try:
             self.update_tensordict_priority(data)
         finally:
-            self._giving_first = None
+            self._written = before
 
     def _entry(self, data: TensorDictBase, key: Any, method: str) -> torch.Tensor:
         value = data.get(key, None)
@@ -253,7 +269,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                 data = self._transform.inv(data)
         if data is None:
             return torch.zeros((0, self._storage.ndim), dtype=torch.long)
-        self._check_layout(data, self._storage.ndim - 1)
+        refuse_layout(self, data, self._storage.ndim - 1)
         priority = self._first_priority(data)
         with self._exclusive():
             index = self._add(data)
@@ -263,7 +279,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                 if self._follows:
                     self._leave_first_priority(index, priority, 1)
                 elif self._storage.ndim == 1 and (priority is not None or not self._defaults_are_plain()):
-                    self._give_first_priority(data)
+                    self._give_first_priority(data, index)
                 elif priority is not None:
                     self.update_priority(index, self._per_record(priority, index.shape[0]))
         return index
@@ -289,7 +305,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             tensordicts = self._transform.inv(tensordicts)
         if tensordicts is None:
             return torch.zeros((0, self._storage.ndim), dtype=torch.long)
-        self._check_layout(tensordicts, self._storage.ndim)
+        refuse_layout(self, tensordicts, self._storage.ndim)
         priority = None
         if update_priority is None or update_priority:
             priority = self._first_priority(tensordicts)
@@ -310,21 +326,6 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             elif priority is not None:
                 self.update_priority(index, priority)
         return index
-
-    def _check_layout(self, data: Any, ndim: int) -> None:
-        """Refuses records whose samples could not hold their handles, before anything is written."""
-        if is_tensorclass(data):
-            raise ValueError(
-                f"{type(self).__name__} takes tensordicts, got {type(data).__name__}: a tensorclass has no entries for "
-                "handles. Use GenerationalReplayBuffer or GenerationalPrioritizedReplayBuffer, whose info has them."
-            )
-        if self._storage.ndim > 1 and is_tensor_collection(data) and data.ndim > ndim:
-            raise ValueError(
-                f"The records have batch size {tuple(data.batch_size[ndim:])} of their own, got data of batch size "
-                f"{tuple(data.batch_size)} for a storage with ndim={self._storage.ndim}: coordinates do not fit into "
-                f"their samples. Give the data batch size {tuple(data.batch_size[:ndim])}, or use "
-                "GenerationalReplayBuffer, whose info has the handles."
-            )
 
     def _has_no_transform(self) -> bool:
         transform = self._transform

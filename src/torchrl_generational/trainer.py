@@ -7,9 +7,6 @@ from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
 
-from torchrl_generational.processes import keeps_priorities
-from torchrl_generational.tensordict_mixin import GenerationalTensorDictReplayBufferMixin
-
 with warnings.catch_warnings():  # TorchRL's collectors warn about classes of their own
     warnings.filterwarnings("ignore", ".*inherits from WeightUpdaterBase is deprecated", DeprecationWarning)
     from torchrl.trainers import ReplayBufferTrainer, Trainer, TrainerHookBase
@@ -36,7 +33,9 @@ def use_conditional_updates(replay_buffer: _BufferT, conditional: bool = True) -
     which carries no handles, stay as they are.
 
     Args:
-        replay_buffer: a tensordict buffer of this package.
+        replay_buffer: a tensordict buffer of this package, or a
+            :class:`~torchrl_generational.ray.GenerationalRayReplayBuffer` or a client of one. A class of yours that
+            overrides ``update_tensordict_priority`` has to call that of its base.
         conditional: False goes back to raw indices.
 
     Returns:
@@ -64,13 +63,14 @@ def use_conditional_updates(replay_buffer: _BufferT, conditional: bool = True) -
         >>> rb.stats()["conditional_updated"], rb.stats()["conditional_stale"]
         (0, 4)
     """
-    if not isinstance(replay_buffer, GenerationalTensorDictReplayBufferMixin):
+    if not hasattr(type(replay_buffer), "conditional_updates"):
         raise TypeError(
             f"use_conditional_updates needs a buffer whose samples carry handles, got {type(replay_buffer).__name__}. "
             "Use GenerationalTensorDictPrioritizedReplayBuffer or GenerationalTensorDictReplayBuffer; where the buffer "
-            "is made in another process, pass conditional_updates=True to its constructor there."
+            "is made in another process by TorchRL's classes, pass conditional_updates=True to its constructor there."
         )
-    replay_buffer.conditional_updates = conditional
+    buffer: Any = replay_buffer
+    buffer.conditional_updates = conditional
     return replay_buffer
 
 
@@ -225,10 +225,8 @@ class GenerationalReplayBufferTrainer(ReplayBufferTrainer):  # type: ignore[misc
                 hook behind ``sample`` or a transform left it out.
             TypeError, ValueError, IndexError: as ``update_tensordict_priority_if_present``.
         """
-        buffer = self.replay_buffer
-        here = isinstance(buffer, GenerationalTensorDictReplayBufferMixin)
-        if not here or keeps_priorities(buffer._learners_sampler()):
-            buffer.update_tensordict_priority_if_present(batch)
+        if getattr(self.replay_buffer, "keeps_priorities", True):
+            self.replay_buffer.update_tensordict_priority_if_present(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of TorchRL's hook, with what :class:`LogStaleUpdates` has not logged yet."""
@@ -251,13 +249,17 @@ class GenerationalReplayBufferTrainer(ReplayBufferTrainer):  # type: ignore[misc
         ``trainer.register_op("post_loss", hook.update_priority)``.
 
         Raises:
-            RuntimeError: if the trainer's ``OptimizationStepper`` updates this buffer by raw index.
+            RuntimeError: if the trainer's ``OptimizationStepper``, or its learners (``learner_backend="ray"``), update
+                this buffer by raw index.
         """
-        stepper = trainer.optimization_stepper
-        updated = getattr(stepper, "updates_replay_priority", False) and trainer.replay_buffer is self.replay_buffer
-        if updated and not getattr(self.replay_buffer, "conditional_updates", False):
+        learners = getattr(trainer, "learner_backend", "local") != "local"  # then TorchRL calls no hooks of sampling
+        by = "The learner" if learners else type(trainer.optimization_stepper).__name__
+        updates = learners or getattr(trainer.optimization_stepper, "updates_replay_priority", False)
+        updated = updates and _is_one(trainer.replay_buffer, self.replay_buffer)
+        # a client of TorchRL's has a function under every name
+        if updated and getattr(self.replay_buffer, "conditional_updates", False) is not True:
             raise RuntimeError(
-                f"{type(stepper).__name__} updates priorities itself, by raw index. Call "
+                f"{by} updates priorities itself, by raw index. Call "
                 "torchrl_generational.trainer.use_conditional_updates(replay_buffer) first."
             )
         log = LogStaleUpdates(trainer, self.replay_buffer)
@@ -268,3 +270,11 @@ class GenerationalReplayBufferTrainer(ReplayBufferTrainer):  # type: ignore[misc
             trainer.register_op("post_optim_log", self.update_priority)
         trainer.register_op("post_steps_log", log)
         self._log = log
+
+
+def _is_one(buffer: Any, other: Any) -> bool:
+    """Whether two buffers are the same, also where they are clients of one in an actor."""
+    if buffer is other:
+        return True
+    actor = getattr(buffer, "_actor", None)
+    return actor is not None and actor == getattr(other, "_actor", None)
