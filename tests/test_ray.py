@@ -8,6 +8,7 @@ import secrets
 import sys
 import time
 import warnings
+from collections import namedtuple
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -18,7 +19,7 @@ import torch
 from support import TIMEOUT
 from support import records as records_of
 from tensordict import TensorDict
-from torchrl.data import ListStorage, TensorDictReplayBuffer
+from torchrl.data import ListStorage, RayReplayBuffer, TensorDictReplayBuffer
 
 import torchrl_generational as g
 
@@ -31,6 +32,7 @@ from ray.exceptions import RayActorError  # noqa: E402
 
 import torchrl_generational.ray  # noqa: E402
 from torchrl_generational.ray import GenerationalRayReplayBuffer, in_actor  # noqa: E402
+from torchrl_generational.trainer import use_conditional_updates  # noqa: E402
 
 pytestmark = pytest.mark.ray
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import this file
@@ -231,6 +233,8 @@ def test_only_handles_and_priorities_travel(rb):
 
     sample.set_non_tensor("image", Untransferable())
     assert rb.update_tensordict_priority_if_present(sample).num_updated == SIZE
+    pair = namedtuple("pair", "a b")(torch.ones(1), torch.ones(1))
+    assert type(rb.client()._sent(pair)) is type(pair)
     small = torch.zeros(100_000)[:SIZE]
     assert len(ray.cloudpickle.dumps(small)) > 100_000
     assert len(ray.cloudpickle.dumps(rb.client()._sent([small, (small,), {"x": small}]))) < 10_000
@@ -248,6 +252,28 @@ def test_indices_may_be_of_any_form_that_the_buffer_takes(rb):
     ):
         assert rb.update_priority_if_present(**asked).num_updated == SIZE
     assert leaves(rb) == [4.0] * SIZE
+
+
+def test_the_switch_is_the_one_of_the_buffer_in_the_actor(rb):
+    client = rb.client()
+    assert not rb.conditional_updates
+    use_conditional_updates(client)
+    try:
+        assert rb.conditional_updates is client.conditional_updates is True
+        rb.extend(records(SIZE))
+        sample = handles(rb)
+        rb.extend(records(3, 100))
+        rb.update_tensordict_priority(sample.set("td_error", torch.full((SIZE,), 5.0)))
+        assert leaves(rb) == [1.0] * 3 + [5.0] * 5
+    finally:
+        rb.conditional_updates = False
+    assert not client.conditional_updates
+    assert client.keeps_priorities
+
+
+def test_sharing_a_client_sends_no_copy_of_the_buffer(rb):
+    client = rb.client()
+    assert client.share() is client
 
 
 # ------------------------------------------------------------------ several clients
@@ -432,6 +458,37 @@ def test_a_buffer_without_entries_is_served_too(nodes):
 def test_what_the_buffer_refuses_in_its_actor_is_raised_here(nodes, transport):
     with pytest.raises(TypeError, match="carries slot generations, got ListStorage. Use GenerationalLazyTensorStorage"):
         make(storage=partial(ListStorage, SIZE), transport=transport)
+
+
+class UnpicklableError(Exception):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def refusing() -> Any:
+    raise UnpicklableError(1, 2)
+
+
+@pytest.mark.slow
+def test_a_refusal_that_cannot_travel_says_what_it_said(nodes):
+    with pytest.raises(RuntimeError, match="UnpicklableError: 1 and 2"):
+        make(storage=refusing)
+
+
+def test_outside_an_actor_the_constructor_raises_its_own_error():
+    with pytest.raises(TypeError, match="carries slot generations, got ListStorage"):
+        in_actor(g.GenerationalReplayBuffer)(storage=ListStorage(SIZE))
+
+
+def test_torchrls_class_raises_what_the_buffer_refuses_in_its_actor(nodes):
+    rb = RayReplayBuffer(
+        replay_buffer_cls=g.GenerationalReplayBuffer,
+        storage=partial(ListStorage, SIZE),
+        remote_config=AT_BUFFER,
+    )
+    with pytest.raises(RayActorError, match="carries slot generations, got ListStorage"):
+        len(rb)
+    rb.close()
 
 
 def test_a_buffer_without_generations_is_refused_before_an_actor_is_started():

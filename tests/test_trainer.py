@@ -433,6 +433,84 @@ def test_first_priorities_go_through_an_override_as_ever():
         rb.update_tensordict_priority(rb.sample().exclude("index_generation"))
 
 
+@pytest.mark.parametrize("conditional", [True, False])
+def test_first_priorities_pass_through_overrides_that_copy_or_go_by_handles(conditional):
+    class Copying(g.GenerationalTensorDictPrioritizedReplayBuffer):
+        def update_tensordict_priority(self, data):
+            super().update_tensordict_priority(data.clone().set("td_error", data["td_error"] / 2))
+
+    class ByHandle(g.GenerationalTensorDictPrioritizedReplayBuffer):
+        def update_tensordict_priority(self, data):
+            return self.update_tensordict_priority_if_present(data)
+
+    for cls, given in ((Copying, 2), (ByHandle, 4)):
+        rb = cls(
+            alpha=1.0,
+            beta=1.0,
+            eps=0.0,
+            storage=g.GenerationalLazyTensorStorage(8),
+            batch_size=8,
+            conditional_updates=conditional,
+        )
+        for count in range(1, 11):  # the ring turns
+            rb.add(records(1, td_error=torch.tensor([4.0]))[0])
+            assert leaves(rb)[: min(count, 8)].tolist() == [given] * min(count, 8)
+
+
+def test_an_add_within_an_override_of_another_add_leaves_both_records_with_their_priority():
+    class Echoing(g.GenerationalTensorDictPrioritizedReplayBuffer):
+        def update_tensordict_priority(self, data):
+            if len(self) == 1:
+                self.add(records(1, td_error=torch.tensor([6.0]))[0])
+            super().update_tensordict_priority(data)
+
+    rb = Echoing(alpha=1.0, beta=1.0, eps=0.0, storage=g.GenerationalLazyTensorStorage(8), conditional_updates=True)
+    rb.add(records(1, td_error=torch.tensor([4.0]))[0])
+    assert leaves(rb)[:2].tolist() == [4, 6]
+
+
+def test_a_copy_made_while_a_first_priority_is_given_compares_handles():
+    copies = []
+
+    class Watched(g.GenerationalTensorDictPrioritizedReplayBuffer):
+        def update_tensordict_priority(self, data):
+            if not copies:
+                copies.append(self.__getstate__())
+            super().update_tensordict_priority(data)
+
+    rb = Watched(alpha=1.0, beta=1.0, storage=g.GenerationalLazyTensorStorage(8), conditional_updates=True)
+    rb.add(records(1, td_error=torch.tensor([4.0]))[0])
+    assert "_written" not in copies[0]
+    assert rb._written is None
+
+
+def test_a_late_update_within_an_override_compares_handles():
+    class Late(g.GenerationalTensorDictPrioritizedReplayBuffer):
+        late = None
+
+        def update_tensordict_priority(self, data):
+            if self.late is not None:
+                late, self.late = self.late, None
+                self.update_tensordict_priority(late)
+            super().update_tensordict_priority(data)
+
+    rb = Late(alpha=1.0, beta=1.0, storage=g.GenerationalLazyTensorStorage(8), batch_size=8, conditional_updates=True)
+    rb.extend(records(8))
+    rb.late, _ = wrapped(rb)
+    rb.add(records(1, td_error=torch.tensor([4.0]))[0])
+    assert leaves(rb).max() == 4
+    assert rb.stats()["conditional_stale"] == 8
+
+
+def test_the_switch_may_be_a_class_attribute():
+    class Mine(g.GenerationalTensorDictPrioritizedReplayBuffer):
+        conditional_updates = True
+
+    made = {"alpha": 1.0, "beta": 1.0, "storage": g.GenerationalLazyTensorStorage(8)}
+    assert Mine(**made).conditional_updates
+    assert not Mine(**made, conditional_updates=False).conditional_updates
+
+
 def test_an_update_that_arrives_while_another_thread_gives_a_first_priority_compares_handles(actors):
     started = []
 
@@ -622,6 +700,69 @@ def test_a_stepper_that_updates_is_not_doubled_by_the_hook():
     GenerationalReplayBufferTrainer(rb).register(trainer)
     trainer._post_optim_log(rb.sample().set("td_error", torch.rand(8)))
     assert rb.stats()["conditional_updated"] == 0
+
+
+class Client:
+    """A buffer in another process, as Ray's clients are: whatever is asked for is a function, but for the switch."""
+
+    def __init__(self, actor: Any, *, conditional: bool) -> None:
+        self._actor, self.conditional = actor, conditional
+
+    def stats(self) -> dict[str, int]:
+        return {"conditional_updated": 0, "conditional_stale": 0}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+class OurClient(Client):
+    @property
+    def conditional_updates(self) -> bool:
+        return self.conditional
+
+    @conditional_updates.setter
+    def conditional_updates(self, conditional: bool) -> None:
+        self.conditional = conditional
+
+
+def test_a_client_is_taken_for_conditional_only_if_its_buffer_says_so():
+    actor = object()
+    for client in (Client(actor, conditional=True), OurClient(actor, conditional=False)):
+        trainer = stepping(Client(actor, conditional=False))  # another client of the same actor
+        with pytest.raises(RuntimeError, match="TD3OptimizationStepper updates priorities itself"):
+            GenerationalReplayBufferTrainer(client).register(trainer)
+    with pytest.raises(TypeError, match="needs a buffer whose samples carry handles, got Client"):
+        use_conditional_updates(Client(actor, conditional=False))
+    client = use_conditional_updates(OurClient(actor, conditional=False))
+    GenerationalReplayBufferTrainer(client).register(trainer)
+    assert not trainer._post_optim_log_ops
+
+
+def test_a_trainer_whose_learners_are_elsewhere_is_refused_before_anything_is_registered():
+    rb = filled()
+    trainer = plain_trainer(replay_buffer=rb)
+    trainer.learner_backend = "ray"
+    with pytest.raises(RuntimeError, match="this trainer learns in others.*use_conditional_updates"):
+        GenerationalReplayBufferTrainer(rb).register(trainer)
+    assert not trainer._batch_process_ops
+    LogStaleUpdates(trainer, use_conditional_updates(rb)).register(trainer)
+
+
+def test_the_hook_passes_over_members_without_priorities_and_buffers_made_late():
+    uniform = [g.GenerationalTensorDictReplayBuffer(storage=g.GenerationalLazyTensorStorage(8)) for _ in range(2)]
+    for member in uniform:
+        member.extend(records(8))
+    ensemble = g.GenerationalReplayBufferEnsemble(*uniform, batch_size=4)
+    GenerationalReplayBufferTrainer(ensemble).update_priority(ensemble.sample())
+    late = g.GenerationalTensorDictReplayBuffer(
+        storage=partial(g.GenerationalLazyTensorStorage, 8),
+        sampler=partial(g.GenerationalPrioritizedSampler, 8, 1.0, 1.0),
+        delayed_init=True,
+    )
+    with pytest.raises(RuntimeError, match="nothing has been written"):
+        GenerationalReplayBufferTrainer(late).update_priority(records(4))
 
 
 # ---------------------------------------------------------------- the log

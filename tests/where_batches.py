@@ -289,12 +289,14 @@ PARTS: dict[str, dict[str, Callable[[TensorDict], TensorDict]]] = {
         "": lambda td: td,
         "cut": lambda td: td[1:, 2:],
         "reshaped": lambda td: td.reshape(2, 3, STEPS),
+        "cut to nothing else": lambda td: td[:, :2],
     },
     "stored trajectories, flattened": {
         "": lambda td: td.reshape(-1),
         "by FlattenTensorDict": lambda td: FlattenTensorDict(inverse=False)(td),
+        "in chunks": lambda td: td.reshape(-1, 1),
     },
-    "stored trajectories, their last step": {"": lambda td: td[:, -1]},
+    "stored trajectories, their last step": {"": lambda td: td[:, -1], "kept apart": lambda td: td[:, -1:]},
     "stored trajectories, time first": {"": lambda td: td.transpose(0, 1)},
 }
 

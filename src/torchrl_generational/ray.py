@@ -80,7 +80,7 @@ class _InActor(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         super().insert_transform(*args, **kwargs)
 
     def share(self, *args: Any, **kwargs: Any) -> None:
-        pass  # whoever has a client shares the buffer already
+        super().share(*args, **kwargs)
 
 
 def _packed(error: Exception) -> tuple[str, bytes | None]:

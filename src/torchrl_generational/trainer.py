@@ -249,17 +249,23 @@ class GenerationalReplayBufferTrainer(ReplayBufferTrainer):  # type: ignore[misc
         ``trainer.register_op("post_loss", hook.update_priority)``.
 
         Raises:
-            RuntimeError: if the trainer's ``OptimizationStepper``, or its learners (``learner_backend="ray"``), update
-                this buffer by raw index.
+            RuntimeError: if the trainer's ``OptimizationStepper`` updates this buffer by raw index, or its learners are
+                in other processes (``learner_backend="ray"``), which sample and update without hooks.
         """
-        learners = getattr(trainer, "learner_backend", "local") != "local"  # then TorchRL calls no hooks of sampling
-        by = "The learner" if learners else type(trainer.optimization_stepper).__name__
-        updates = learners or getattr(trainer.optimization_stepper, "updates_replay_priority", False)
+        if getattr(trainer, "learner_backend", "local") != "local":
+            raise RuntimeError(
+                f"{type(self).__name__} samples and updates in the trainer's process, and this trainer learns in "
+                "others. Give the trainer the buffer, call "
+                "torchrl_generational.trainer.use_conditional_updates(replay_buffer), and register "
+                "LogStaleUpdates(trainer, replay_buffer)."
+            )
+        stepper = trainer.optimization_stepper
+        updates = getattr(stepper, "updates_replay_priority", False)
         updated = updates and _is_one(trainer.replay_buffer, self.replay_buffer)
         # a client of TorchRL's has a function under every name
         if updated and getattr(self.replay_buffer, "conditional_updates", False) is not True:
             raise RuntimeError(
-                f"{by} updates priorities itself, by raw index. Call "
+                f"{type(stepper).__name__} updates priorities itself, by raw index. Call "
                 "torchrl_generational.trainer.use_conditional_updates(replay_buffer) first."
             )
         log = LogStaleUpdates(trainer, self.replay_buffer)
