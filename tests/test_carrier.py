@@ -294,3 +294,14 @@ def test_records_that_become_a_tensor_keep_their_number():
     rb.extend(records(8))
     with pytest.raises(RuntimeError, match="turned 8 records into 3, and in a Tensor records cannot carry"):
         rb.sample()
+
+
+def test_a_step_that_puts_the_batch_below_an_entry_leaves_no_trace_of_what_was_followed():
+    def below(data):
+        return TensorDict({"below": data.flip(0)}, data.batch_size)
+
+    rb = g.GenerationalTensorDictReplayBuffer(storage=g.GenerationalLazyTensorStorage(8), batch_size=8, transform=below)
+    rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
+    sample = rb.sample()
+    assert torch.equal(sample["below", "x"], sample["index"])
+    assert not any("_position_in_draw" in str(key) for key in sample.keys(True))

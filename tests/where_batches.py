@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import pickle
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ledger import (
@@ -29,7 +31,7 @@ from ledger import (
     updates_the_live,
 )
 from support import leaves
-from tensordict import NonTensorStack, TensorDict, tensorclass
+from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 from tensordict.nn import TensorDictModule
 from torchrl.data import replay_buffers as stock
 from torchrl.envs import transforms as tf
@@ -329,6 +331,12 @@ def one_handle_for_each_trajectory() -> None:
     assert result.updated_mask.tolist() == live
     marked = (ledger.rb.storage._storage["mark"] == 1).all(-1).nonzero()[:, 0].tolist()
     assert marked == sorted(index[torch.tensor(live)].tolist())
+    turned = sample[:STEPS].transpose(0, 1)  # as many trajectories as steps: shapes do not tell the two apart
+    with pytest.raises(ValueError, match=r"do not repeat along the last 1 dimension.*Nothing was updated"):
+        ledger.rb.update_if_present(
+            index=turned["index"], generation=turned["index_generation"], patch={"mark": torch.ones(STEPS, STEPS)}
+        )
+    assert (ledger.rb.storage._storage["mark"] == 1).all(-1).sum() == sum(live)
 
 
 @check("data", "stored trajectories, in a storage of 2 dimensions")
@@ -440,6 +448,45 @@ check("data", "entries that are no tensors and differ, in memory-mapped files", 
 check("data", "entries that are no tensors and differ, in memory-mapped files", "nested")(
     lambda: in_files(TensorDict({"inner": texts(torch.arange(4))}, [4]))
 )
+
+
+class Config:
+    """An object that is made anew for each batch and has no equality of its own."""
+
+    def __init__(self) -> None:
+        self.scale = 2
+
+
+def kept_alike(make: Callable[[], Any], *, checkpoint: bool) -> None:
+    """Values that are equal are the same for all records, also once they have been to a checkpoint and back."""
+
+    def told() -> TensorDict:
+        return TensorDict({"id": torch.arange(2), "told": NonTensorData(make(), batch_size=[2])}, [2])
+
+    rb = buffer(storage=storage("memmap"))
+    rb.extend(told())
+    if checkpoint:
+        with tempfile.TemporaryDirectory() as folder:
+            rb.dumps(folder)
+            rb = buffer(storage=storage("memmap"))
+            rb.loads(folder)
+            rb.extend(told())
+    rb.extend(told())
+    assert len(rb) == 4 + 2 * checkpoint
+
+
+VALUES: dict[str, tuple[Callable[[], Any], bool]] = {
+    "an array": (lambda: np.array([1, 2]), False),
+    "arrays in a dict": (lambda: {"a": np.ones(2)}, False),
+    "NaN": (lambda: float("nan"), True),
+    "a tuple": (lambda: (1, 2), True),
+    "a tuple in a dict": (lambda: {"a": (1, 2)}, True),
+    "an object": (Config, False),
+}
+for variant, (make, checkpoint) in VALUES.items():
+    check("data", "entries that are no tensors, in memory-mapped files", variant)(
+        partial(kept_alike, make, checkpoint=checkpoint)
+    )
 
 
 @check("data", "nested priority keys")
