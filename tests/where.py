@@ -36,7 +36,7 @@ class Row:
 
 _STORAGE = "needs a storage that carries slot generations"
 _WRITER = "needs a writer that tracks generations"
-_NO_GPU = "needs a GPU, and these tests run without one"
+_NO_GPU = "tests/test_devices.py needs a GPU, and none was at hand"
 
 _READY_MADE = "test_trainer.py::test_a_ready_made_trainer_reaches_no_other_record_once_the_buffer_compares_handles"
 
@@ -274,6 +274,7 @@ ROWS: list[Row] = [
         "Store it as a tensor, or use GenerationalLazyTensorStorage",
     ),
     Row("data", "nested priority keys", "works"),
+    Row("storage", "GenerationalLazyTensorStorage, on a GPU", "untested", _NO_GPU),
     # ---------------------------------------------------------------- delivery
     Row("delivery", "return_info", "works"),
     Row("delivery", "iteration", "works", "`for batch in rb` and `rb.next()`"),
