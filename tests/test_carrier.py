@@ -305,3 +305,33 @@ def test_a_step_that_puts_the_batch_below_an_entry_leaves_no_trace_of_what_was_f
     sample = rb.sample()
     assert torch.equal(sample["below", "x"], sample["index"])
     assert not any("_position_in_draw" in str(key) for key in sample.keys(True))
+
+
+class Doubling(Compose):
+    """Does something besides what its transforms do."""
+
+    def forward(self, tensordict):
+        data = super().forward(tensordict)
+        return data.set("x", 2 * data["x"])
+
+
+def test_a_compose_that_does_more_than_its_transforms_is_called_itself():
+    def ring():
+        rb = g.GenerationalTensorDictReplayBuffer(
+            storage=g.GenerationalLazyTensorStorage(8),
+            batch_size=8,
+            transform=Doubling(RenameTransform(["y"], ["z"])),
+        )
+        rb.extend(TensorDict({"x": torch.arange(8), "y": torch.arange(8)}, [8]))
+        return rb
+
+    rb = ring()
+    members = g.GenerationalReplayBufferEnsemble(ring(), batch_size=8)
+    for sample, index in ((rb.sample(), None), (members.sample(), "index")):
+        slots = sample["index"] if index is None else sample["index", index]
+        assert torch.equal(sample["x"], 2 * slots)
+        assert torch.equal(sample["z"], slots)
+    called = []
+    rb._transform.register_forward_hook(lambda *_: called.append(1))
+    rb.sample()
+    assert called

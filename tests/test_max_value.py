@@ -181,7 +181,7 @@ def test_stamps_loaded_before_there_is_a_storage_wait_for_it():
         (scored([1.0, float("nan"), 3.0]), ValueError, "ranks the record at row 1 by NaN. Nothing was written"),
         (records(2), KeyError, "Rank key 'score' not found"),
         (scored([1.0, 2.0]).reshape(2, 1), RuntimeError, "Flatten the data"),
-        (torch.zeros(3), RuntimeError, "ranks tensordicts, got Tensor"),
+        (torch.zeros(3), RuntimeError, "a tensordict, got Tensor"),
     ],
 )
 def test_bad_records_change_nothing(data, error, message):
@@ -203,3 +203,12 @@ def test_storages_of_several_dimensions_and_without_stamps_are_refused():
         g.GenerationalTensorDictMaxValueWriter().register_storage(LazyTensorStorage(4))
     with pytest.raises(ValueError, match="always tracks generations"):
         g.GenerationalTensorDictMaxValueWriter(track_generations=False)
+
+
+@pytest.mark.parametrize("data", [torch.zeros(4), {"x": torch.zeros(4)}, [1.0, 2.0]])
+@pytest.mark.parametrize("method", ["add", "extend"])
+def test_what_has_no_entries_to_rank_is_refused_in_torchrls_words(method, data):
+    writer = g.GenerationalTensorDictMaxValueWriter()
+    writer.register_storage(g.GenerationalLazyTensorStorage(4))
+    with pytest.raises(RuntimeError, match="expects data to be a tensor collection"):
+        getattr(writer, method)(data)

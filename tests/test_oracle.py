@@ -26,7 +26,7 @@ def run(machine: type, examples: int, *, same_each_time: bool) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_buffer_does_what_a_dict_would_do(machine):
-    run(machine, 150, same_each_time=True)  # what is new is for the soak to find
+    run(machine, 100, same_each_time=True)  # what is new is for the soak to find
 
 
 @pytest.mark.slow

@@ -240,3 +240,13 @@ def test_an_index_outside_is_refused_as_with_torchrl():
             with pytest.raises(IndexError):
                 rb.storage.get(index)
         assert rb.storage.get(torch.tensor([-1]))["x"].tolist() == [4]
+
+
+@pytest.mark.parametrize("cls", [g.GenerationalLazyTensorStorage, g.GenerationalLazyMemmapStorage])
+def test_records_whose_parts_have_several_shapes_are_stored_as_torchrl_stores_them(cls):
+    parts = [TensorDict({"x": torch.rand(5, size, 8)}, [5]) for size in (4, 3)]
+    rb = g.GenerationalReplayBuffer(storage=cls(6), batch_size=2)
+    rb.extend(LazyStackedTensorDict(*parts, stack_dim=1))
+    assert len(rb) == 5
+    for number, part in enumerate(parts):
+        assert torch.equal(rb[:][:, number]["x"], part["x"])

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.envs.transforms import Compose
 
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import leading_shape
 
-__all__ = ["CARRIER_KEY", "carrier_of", "decode", "follow", "place_of", "take_bits"]
+__all__ = ["CARRIER_KEY", "carrier_of", "decode", "follow", "place_of", "steps_of", "take_bits"]
 
 #: The entry that a batch carries while it is collated and transformed.
 CARRIER_KEY = "_position_in_draw"
@@ -77,6 +78,16 @@ def follow(
     if position.shape == batch_size and bool((position == in_place).all()):
         return result, info
     return result, {key: _take(value, position, lead) for key, value in info.items()}
+
+
+def steps_of(transform: Any) -> tuple[Callable[[Any], Any], ...]:
+    """The transforms that one is made of, to be followed one by one; itself, where it does more than they do."""
+    if transform is None:
+        return ()
+    plain = isinstance(transform, Compose) and type(transform).forward is Compose.forward
+    if plain and "forward" not in vars(transform) and not transform._forward_hooks and not transform._forward_pre_hooks:
+        return tuple(transform.transforms)
+    return (transform,)
 
 
 def take_bits(result: TensorDictBase) -> torch.Tensor | None:

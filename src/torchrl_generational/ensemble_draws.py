@@ -17,7 +17,7 @@ from torchrl_generational.indexing import leading_shape
 from torchrl_generational.mixin import on_device_of
 from torchrl_generational.whole import rows_drawn_together, whole_records
 
-__all__ = ["Draw", "attached", "follow_parts", "on_first", "steps_of"]
+__all__ = ["Draw", "attached", "follow_parts", "on_first"]
 
 _WEIGHT = "priority_weight"
 
@@ -231,13 +231,6 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(parts[0], torch.Tensor) or is_tensor_collection(parts[0]):
         return torch.cat(parts)
     return tree_map(lambda *leaves: torch.cat(leaves), *parts, is_leaf=is_tensor_collection)
-
-
-def steps_of(transform: Any) -> tuple[Callable[[Any], Any], ...]:
-    """The transforms that one is made of."""
-    if transform is None:
-        return ()
-    return tuple(getattr(transform, "transforms", (transform,)))
 
 
 def on_first(step: Callable[[Any], Any], parts: list[Any]) -> Any:

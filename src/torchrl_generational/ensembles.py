@@ -16,8 +16,9 @@ from torchrl.data.replay_buffers.storages.utils import _collate_id, _stack_anyth
 from torchrl.data.replay_buffers.utils import pin_memory_output
 
 from torchrl_generational.buffers import GenerationalReplayBuffer
+from torchrl_generational.carrier import steps_of
 from torchrl_generational.ensemble_checkpoints import EnsembleCheckpoints
-from torchrl_generational.ensemble_draws import Draw, attached, follow_parts, on_first, steps_of
+from torchrl_generational.ensemble_draws import Draw, attached, follow_parts, on_first
 from torchrl_generational.ensemble_updates import EnsembleUpdates
 from torchrl_generational.incoming import refuse_layout, refuse_misfits, without_handles
 from torchrl_generational.mixin import GenerationalReplayBufferMixin

@@ -110,6 +110,10 @@ def _objects(data: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The values of the entries of records that are no tensors, with their keys."""
     if not is_tensor_collection(data):
         return
+    if isinstance(data, LazyStackedTensorDict):  # whose records may have other entries and shapes each
+        for item in data.tensordicts:
+            yield from _objects(item)
+        return
     for key, entry in objects_in(data):
         if isinstance(entry, NonTensorStack):
             yield from ((key, leaf.data) for item in entry.tensordicts for _, leaf in objects_in({"": item}))

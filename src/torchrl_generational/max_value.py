@@ -109,7 +109,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
 
     def extend(self, data: TensorDictBase) -> torch.Tensor:
         """Writes the records that are good enough, and returns the index of each, -1 for the others."""
-        ranks = self._ranks(data, data.shape)
+        ranks = self._ranks(data)
         slots, rows, accepted = self._place(ranks)
         index = torch.full(data.shape, -1, dtype=torch.long, device=data.device)
         if slots:
@@ -120,10 +120,14 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
         self._mark_update_entities(index)
         return index
 
-    def _ranks(self, data: Any, shape: Any) -> list[float]:
+    def _ranks(self, data: Any, shape: Any = None) -> list[float]:
         """One number per record, checked before anything changes."""
         if not isinstance(data, TensorDictBase):
-            raise RuntimeError(f"{type(self).__name__} ranks tensordicts, got {type(data).__name__}.")
+            raise RuntimeError(
+                f"{type(self).__name__} expects data to be a tensor collection with entries to rank, a tensordict, "
+                f"got {type(data).__name__}."
+            )
+        shape = data.shape if shape is None else shape
         if len(data.shape) > 1 or data.shape != shape:
             raise RuntimeError(
                 f"{type(self).__name__} writes records of batch size {tuple(shape)[:1]}, got {tuple(data.shape)}. "

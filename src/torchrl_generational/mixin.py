@@ -20,7 +20,7 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.utils import pin_memory_output
 
-from torchrl_generational.carrier import follow
+from torchrl_generational.carrier import follow, steps_of
 from torchrl_generational.checkpoints import CheckedCheckpoints
 from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
@@ -197,7 +197,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
             collection = is_tensor_collection(data)
             unlocked = data.unlock_() if collection else contextlib.nullcontext()
             with unlocked, _set_dispatch_td_nn_modules(collection):
-                for transform in self._transform.transforms:
+                for transform in steps_of(self._transform):
                     data, info = follow(data, info, transform, attach=self._visible_handles)
         return data, info
 
