@@ -1084,6 +1084,23 @@ def test_ensembles_of_the_same_members_in_two_processes_take_their_locks_in_one_
     assert members[0].write_count == CAPACITY + 2 + 400
 
 
+@pytest.mark.parametrize("orders", [(1, 2, 3), (3, 1, 2), (2, 3, 1)])
+def test_the_locks_of_members_are_taken_by_their_order_wherever_they_stand(orders, monkeypatch):
+    members = full(), full(), full()
+    taken = []
+    for member, order in zip(members, orders, strict=True):
+        lock = member.storage.lock
+        lock.order = order
+        exclusive = member._exclusive
+        monkeypatch.setattr(
+            member, "_exclusive", lambda exclusive=exclusive, order=order: (taken.append(order), exclusive())[1]
+        )
+    for rb in (ensemble(*members), ensemble(*reversed(members))):
+        taken.clear()
+        with rb._locked():
+            assert taken == [1, 2, 3]
+
+
 def test_a_copy_of_a_lock_has_an_order_of_its_own():
     lock = full().storage.lock
     assert copy.deepcopy(lock).order != lock.order

@@ -467,6 +467,7 @@ def test_an_add_within_an_override_of_another_add_leaves_both_records_with_their
     rb = Echoing(alpha=1.0, beta=1.0, eps=0.0, storage=g.GenerationalLazyTensorStorage(8), conditional_updates=True)
     rb.add(records(1, td_error=torch.tensor([4.0]))[0])
     assert leaves(rb)[:2].tolist() == [4, 6]
+    assert rb.stats()["conditional_updated"] == 0
 
 
 def test_a_copy_made_while_a_first_priority_is_given_compares_handles():
