@@ -37,7 +37,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 
 from benchmarks.machine import NOT_INSTALLED, versions
-from benchmarks.workload import ALPHA, BETA, arrays, fill_sizes, transitions
+from benchmarks.workload import ALPHA, BETA, Rates, arrays, fill_sizes, transitions
 from torchrl_generational import GenerationalLazyTensorStorage, GenerationalTensorDictPrioritizedReplayBuffer
 
 BATCHES = 16  # that a writer, and a learner, goes through again and again
@@ -268,16 +268,6 @@ def stop(processes: Sequence[BaseProcess]) -> list[int]:
             process.kill()
             process.join()
     return stuck
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Rows per second, and the share of the rows to update whose record was gone."""
-
-    written: float
-    samples: float
-    updates: float
-    stale: float | None
 
 
 def measure(kind: type[Contender], setup: Setup, writers: int, seconds: float) -> Rates:

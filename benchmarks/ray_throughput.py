@@ -21,7 +21,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -32,7 +31,7 @@ from torchrl.data import LazyTensorStorage, RayReplayBuffer, TensorDictReplayBuf
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from benchmarks.machine import cpu, versions
-from benchmarks.workload import ALPHA, BETA, fill_sizes, transitions
+from benchmarks.workload import ALPHA, BETA, Rates, fill_sizes, transitions
 from torchrl_generational import (
     GenerationalLazyTensorStorage,
     GenerationalPrioritizedSampler,
@@ -87,16 +86,6 @@ class Writer:
                 break
             client.extend(self.batches[number % BATCHES])
         return number * self.batches[0].shape[0] / (time.perf_counter() - start)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Rows per second, and the share of the rows to update whose record was gone."""
-
-    written: float
-    samples: float
-    updates: float
-    stale: float | None
 
 
 def measure(name: str, rb: Any, writers: Sequence[Any], batch: int, seconds: float) -> Rates:

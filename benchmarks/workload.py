@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,6 +13,16 @@ ALPHA, BETA, BATCH = 0.7, 0.5, 256
 FILL_BATCH = 10_000
 SEED = 0
 HANDLES = 64  # batches of random slots that updates go through again and again
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rows per second, and the share of the rows to update whose record was gone."""
+
+    written: float
+    samples: float
+    updates: float
+    stale: float | None
 
 
 def transitions(count: int) -> TensorDict:

@@ -107,6 +107,15 @@ class Actors:
             pool.shutdown(wait=True)
 
 
+def transfer(source: Any, target: Any, how: str, path: Any) -> None:
+    """Restores ``source`` into ``target`` by ``"state_dict"``, or by ``"dumps"`` to ``path``."""
+    if how == "state_dict":
+        target.load_state_dict(source.state_dict())
+    else:
+        source.dumps(path)
+        target.loads(path)
+
+
 def announce_blocked(lock: Any, thread_name: str) -> threading.Event:
     """An event that is set when a thread of that name finds ``lock`` taken and is about to wait for it.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support import buffer_state, leaves, plain_prioritized, prioritized, records, sampler_state
+from support import buffer_state, leaves, plain_prioritized, prioritized, records, sampler_state, transfer
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torchrl.data import (
     LazyTensorStorage,
@@ -24,14 +24,6 @@ import torchrl_generational as g
 STORAGES = [g.GenerationalLazyTensorStorage, g.GenerationalLazyMemmapStorage]
 
 pytestmark = pytest.mark.filterwarnings("ignore:Loading the storage on an uninitialized TensorDict")
-
-
-def transfer(source, target, how, path):
-    if how == "state_dict":
-        target.load_state_dict(source.state_dict())
-    else:
-        source.dumps(path)
-        target.loads(path)
 
 
 @pytest.mark.parametrize("how", ["state_dict", "dumps"])

@@ -15,7 +15,16 @@ import threading
 
 import pytest
 import torch
-from support import TIMEOUT, announce_blocked, leaves, plain_prioritized, prioritized, records, until_blocked_or_done
+from support import (
+    TIMEOUT,
+    announce_blocked,
+    leaves,
+    plain_prioritized,
+    prioritized,
+    records,
+    transfer,
+    until_blocked_or_done,
+)
 from support import buffer_state as state_of
 from support import filled as full
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
@@ -894,14 +903,6 @@ def test_a_copy_has_a_timeline_of_its_own(twin):
     assert other[0] is not world.rb[0]
     assert other.storage[0] is other[0].storage
     handles_fit(other, *other.sample(return_info=True))
-
-
-def transfer(source, target, how, path):
-    if how == "state_dict":
-        target.load_state_dict(source.state_dict())
-    else:
-        source.dumps(path)
-        target.loads(path)
 
 
 HOW = pytest.mark.parametrize("how", ["state_dict", "dumps"])

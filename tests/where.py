@@ -327,7 +327,7 @@ ROWS: list[Row] = [
         "Collector",
         "works",
         "",
-        tried_in="test_trainer.py::test_a_ready_made_trainer_reaches_no_other_record_once_the_buffer_compares_handles",
+        tried_in=_READY_MADE,
     ),
     Row(
         "collector",

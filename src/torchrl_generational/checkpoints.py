@@ -20,7 +20,7 @@ from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, t
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.trees import TreeState
 
-__all__ = ["CheckedCheckpoints"]
+__all__ = ["PREFETCHED", "CheckedCheckpoints"]
 
 PREFETCHED = "_generational_prefetched"  # the queue of prefetched batches, which TorchRL keeps as objects
 
@@ -62,16 +62,29 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         with self._futures_lock:
             self.synchronize()  # work in flight needs the storage's lock
             with self._exclusive():
-                self._refuse_restore()
-                storage = state_dict["_storage"]
-                if self._storage.lock.is_shared and storage["initialized"]:
-                    self._storage.check_first_records(storage["_storage"], bool(storage.get(RECORD_OBJECTS)))
-                self._check_records(leaves_of(storage["_storage"]), storage["_len"])
-                self._check_stamps(state_dict["_writer"].get("_generation"))
-                if isinstance(self._sampler, GenerationalPrioritizedSampler):
-                    self._check_priorities(TreeState.from_state_dict(state_dict["_sampler"]))
+                self._check_state(state_dict["_storage"], state_dict["_sampler"], state_dict["_writer"])
                 with self._loading_storage():
                     super().load_state_dict(state_dict)
+
+    def _check_state(self, storage: dict[str, Any], sampler: dict[str, Any], writer: dict[str, Any]) -> None:
+        """Refuses the states of the three parts if they do not fit. Lock held."""
+        self._refuse_restore()
+        if self._storage.lock.is_shared and storage["initialized"]:
+            self._storage.check_first_records(storage["_storage"], bool(storage.get(RECORD_OBJECTS)))
+        self._check_records(_leaves(storage["_storage"]), storage["_len"])
+        self._check_stamps(writer.get("_generation"))
+        if isinstance(self._sampler, GenerationalPrioritizedSampler):
+            self._check_priorities(TreeState.from_state_dict(sampler))
+
+    def _check_saved(self, storage: Path | None, sampler: Path, writer: Path) -> None:
+        """Refuses the folders of the three parts if they do not fit; ``None``: no records were saved. Lock held."""
+        self._refuse_restore()
+        if storage is not None:
+            self._check_stored_records(storage)
+        saved = json.loads((writer / "metadata.json").read_text()).get("generation_shape")
+        self._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
+        if isinstance(self._sampler, GenerationalPrioritizedSampler):
+            self._check_priorities(TreeState.from_path(sampler))
 
     def _clone_prefetch_result(self, result: Any) -> Any:
         """TorchRL's fails for samples with a stack of objects that are no tensors."""
@@ -98,13 +111,8 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             self.synchronize()
             with self._exclusive():  # where the storage lies must not change before it is saved
                 self._catch_up_here()
-                if self._lies_in(path / "storage"):
-                    manifest.begin_in_place(path)
-                    super().dumps(path)
-                    manifest.complete_in_place(path)
-                else:
-                    super().dumps(manifest.stage(path))
-                    manifest.commit(path)
+                with manifest.writing(path, in_place=self._lies_in(path / "storage")) as folder:
+                    super().dumps(folder)
 
     def _lies_in(self, folder: Path) -> bool:
         """Whether the storage's own files are those in ``folder``."""
@@ -130,12 +138,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             manifest.settle(path)
             records_may_be_newer = manifest.verify(path)
             with self._exclusive():
-                self._refuse_restore()
-                self._check_stored_records(path / "storage")
-                saved = json.loads((path / "writer" / "metadata.json").read_text()).get("generation_shape")
-                self._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
-                if isinstance(self._sampler, GenerationalPrioritizedSampler):
-                    self._check_priorities(TreeState.from_path(path / "sampler"))
+                self._check_saved(path / "storage", path / "sampler", path / "writer")
                 if self._lies_in(path / "storage"):
                     manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
                 with self._loading_storage():
@@ -174,11 +177,11 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             self._storage.check_first_records(records, records is not None and any(objects_in(records)))
         compressed = bool(getattr(self._storage.checkpointer, "_load_hooks", None))
         if records is not None and not compressed:
-            self._check_records(leaves_of(records), metadata["len"])
+            self._check_records(_leaves(records), metadata["len"])
 
     def _check_records(self, saved: dict[str, torch.Tensor], length: int) -> None:
         storage = self._storage
-        own = leaves_of(storage._storage) if getattr(storage, "initialized", False) else {}
+        own = _leaves(storage._storage) if getattr(storage, "initialized", False) else {}
         room = max(storage.max_size, storage.generations.numel())
         if own and saved and own.keys() != saved.keys():
             raise ValueError(
@@ -225,7 +228,7 @@ def _file_of(leaf: Any) -> Path | None:
         return None
 
 
-def leaves_of(data: Any) -> dict[str, torch.Tensor]:
+def _leaves(data: Any) -> dict[str, torch.Tensor]:
     """Tensors by name, of a storage's data or of its state."""
     if isinstance(data, torch.Tensor):
         return {"data": data}

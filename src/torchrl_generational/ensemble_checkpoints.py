@@ -9,14 +9,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torchrl.data.replay_buffers import ReplayBufferEnsemble
 
 from torchrl_generational import manifest
-from torchrl_generational.checkpoints import PREFETCHED, leaves_of
-from torchrl_generational.plain import RECORD_OBJECTS, from_plain, to_plain
-from torchrl_generational.samplers import GenerationalPrioritizedSampler
-from torchrl_generational.trees import TreeState
+from torchrl_generational.checkpoints import PREFETCHED
+from torchrl_generational.plain import from_plain, to_plain
 
 __all__ = ["EnsembleCheckpoints"]
 
@@ -61,14 +58,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         self._check_number(*(len(part) for part in parts))
         with self._still():
             for number, rb in enumerate(self._rbs):
-                storage, sampler, writer = (part[str(number)] for part in parts)
-                rb._refuse_restore()
-                if rb.storage.lock.is_shared and storage["initialized"]:
-                    rb.storage.check_first_records(storage["_storage"], bool(storage.get(RECORD_OBJECTS)))
-                rb._check_records(leaves_of(storage["_storage"]), storage["_len"])
-                rb._check_stamps(writer.get("_generation"))
-                if isinstance(rb.sampler, GenerationalPrioritizedSampler):
-                    rb._check_priorities(TreeState.from_state_dict(sampler))
+                rb._check_state(*(part[str(number)] for part in parts))
             with self._loading():
                 super().load_state_dict(state_dict)
 
@@ -79,13 +69,8 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         with self._still():
             for rb in self._rbs:
                 rb._catch_up_here()
-            if self._lie_in(path / "storage"):
-                manifest.begin_in_place(path)
-                super().dumps(path)
-                manifest.complete_in_place(path)
-            else:
-                super().dumps(manifest.stage(path))
-                manifest.commit(path)
+            with manifest.writing(path, in_place=self._lie_in(path / "storage")) as folder:
+                super().dumps(folder)
 
     def loads(self, path: str | Path) -> None:
         """Takes over what ``dumps`` of this class, or of TorchRL's, saved; in one section over all members.
@@ -102,13 +87,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
             empty = json.loads(said.read_text())["empty_members"] if said.exists() else ()
             for number, rb in enumerate(self._rbs):
                 storage, sampler, writer = (path / part / str(number) for part in ("storage", "sampler", "writer"))
-                rb._refuse_restore()
-                if number not in empty:
-                    rb._check_stored_records(storage)
-                saved = json.loads((writer / "metadata.json").read_text()).get("generation_shape")
-                rb._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
-                if isinstance(rb.sampler, GenerationalPrioritizedSampler):
-                    rb._check_priorities(TreeState.from_path(sampler))
+                rb._check_saved(None if number in empty else storage, sampler, writer)
             if self._lie_in(path / "storage"):
                 manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
             with self._loading():

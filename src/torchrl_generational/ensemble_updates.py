@@ -266,7 +266,24 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
         Arguments, order and errors as for the members' own ``submit_update_priority_if_present``.
 
         Returns:
-            A future of the :class:`UpdateResult`.
+            A future of the :class:`UpdateResult`, with masks of the shape of ``generation``.
+
+        Raises:
+            TypeError, ValueError: if ``index`` does not come with the members of its rows.
+            RuntimeError: if the ensemble has been shut down.
+
+        Example:
+            >>> from torchrl_generational import GenerationalLazyTensorStorage, GenerationalPrioritizedReplayBuffer
+            >>> from torchrl_generational import GenerationalReplayBufferEnsemble
+            >>> member = GenerationalPrioritizedReplayBuffer(alpha=1, beta=1, storage=GenerationalLazyTensorStorage(4))
+            >>> index = member.extend(torch.arange(4))
+            >>> rb = GenerationalReplayBufferEnsemble(member, batch_size=4)
+            >>> data, info = rb.sample(return_info=True)
+            >>> rb.submit_update_priority_if_present(
+            ...     index=info["index"], generation=info["index_generation"], priority=torch.rand(1, 4)
+            ... ).result().num_updated
+            4
+            >>> rb.shutdown()
         """
         index, buffer_ids = (torch.as_tensor(part) for part in _split(index, buffer_ids))
         handles = TensorDict({"index": index, "buffer_ids": buffer_ids}, buffer_ids.shape)

@@ -7,15 +7,16 @@ TorchRL's, with a manifest beside it and the number of the dump in every part.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["begin_in_place", "commit", "complete_in_place", "settle", "stage", "verify"]
+__all__ = ["complete_in_place", "settle", "verify", "writing"]
 
 MANIFEST = "generational.json"
 FORMAT = 1
@@ -25,7 +26,24 @@ _FOLDERS = ("storage", "sampler", "writer")
 _ENTRIES = (*_FOLDERS, "rng_state", "transform.t", "buffer_metadata.json", "prefetch.pkl")  # TorchRL's
 
 
-def stage(path: Path) -> Path:
+@contextlib.contextmanager
+def writing(path: Path, *, in_place: bool) -> Iterator[Path]:
+    """The folder to write the next checkpoint of ``path`` into, which becomes its checkpoint unless writing raises.
+
+    Args:
+        path: the directory.
+        in_place: whether it is ``path`` itself, because the storage that is saved lies there.
+    """
+    if in_place:
+        _begin_in_place(path)
+        yield path
+        complete_in_place(path)
+    else:
+        yield _stage(path)
+        _commit(path)
+
+
+def _stage(path: Path) -> Path:
     """An empty folder to write the next checkpoint of ``path`` into. What an interrupted one left is removed."""
     settle(path)
     staged = path / _STAGED
@@ -35,7 +53,7 @@ def stage(path: Path) -> Path:
     return staged
 
 
-def commit(path: Path) -> None:
+def _commit(path: Path) -> None:
     """Makes what was staged the checkpoint of ``path``."""
     staged = path / _STAGED
     _complete(staged, in_place=False)
@@ -57,9 +75,9 @@ def settle(path: Path) -> None:
     shutil.rmtree(staged)
 
 
-def begin_in_place(path: Path) -> None:
+def _begin_in_place(path: Path) -> None:
     """Says that a checkpoint is being written over the one in ``path``, where the storage itself lies."""
-    stage(path).rmdir()
+    _stage(path).rmdir()
     _write(path, {"format": FORMAT, "complete": False})
     for entry in set(_ENTRIES) - {"storage"}:
         _remove(path / entry)  # not every dump writes each of them
