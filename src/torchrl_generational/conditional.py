@@ -120,7 +120,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         The same comparison and the same writes as on the general road, without its small tensors. ``None``, and
         nothing has changed, where it does not apply or something is wrong.
         """
-        stamps = None if torch.compiler.is_compiling() or not self.initialized else array_of(generation)
+        stamps = None if torch.compiler.is_dynamo_compiling() or not self.initialized else array_of(generation)
         if stamps is None or stamps.dtype != np.int64:
             return None
         with self._exclusive():

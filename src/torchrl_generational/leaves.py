@@ -66,7 +66,7 @@ class _Limits(NamedTuple):
 
 def _limits_of(sampler: Any) -> _Limits:
     # a stock sampler's exponents may be tensors, which change in place
-    limits = _limits.__wrapped__ if torch.compiler.is_compiling() else _limits
+    limits = _limits.__wrapped__ if torch.compiler.is_dynamo_compiling() else _limits
     return limits(float(sampler._alpha), float(sampler._eps), sampler._max_capacity, tree_dtype(sampler))
 
 

@@ -125,7 +125,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
 
     def _exclusive(self) -> Any:
         """Holds the storage's lock; holds nothing while ``torch.compile`` traces, which cannot."""
-        return contextlib.nullcontext() if torch.compiler.is_compiling() else _Section(self)
+        return contextlib.nullcontext() if torch.compiler.is_dynamo_compiling() else _Section(self)
 
     # ---------------------------------------------------------------- sampling
 

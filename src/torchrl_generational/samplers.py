@@ -210,7 +210,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         self._follow_device(storage)
         if storage is None or storage.ndim == 1:
             limit = self._max_capacity if storage is None else min(len(storage), self._max_capacity)
-            array = index_array(index, limit) if on_cpu(self) and not torch.compiler.is_compiling() else None
+            array = index_array(index, limit) if on_cpu(self) and not torch.compiler.is_dynamo_compiling() else None
             checked = None if array is None else checked_array(self, priority)
             if array is not None and checked is not None and array.ndim == 1 and checked[0].shape == array.shape:
                 store_arrays(self, array, *checked)
@@ -272,7 +272,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             and type(self).update_priority is GenerationalPrioritizedSampler.update_priority
             and type(self).default_priority is PrioritizedSampler.default_priority
             and len(storage) <= self._max_capacity
-            and not torch.compiler.is_compiling()
+            and not torch.compiler.is_dynamo_compiling()
         )
 
     def _maybe_erase_max_priority(self, index: Any) -> None:

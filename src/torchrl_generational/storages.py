@@ -132,11 +132,11 @@ class GenerationalStorageMixin(SharableStorage):
             IndexError: if a row lies outside the storage; nothing has changed then.
             RuntimeError: if an entry has another shape than those stored; nothing has changed then.
         """
-        if torch.compiler.is_compiling() and not self._compilable:
+        if torch.compiler.is_dynamo_compiling() and not self._compilable:
             self._set_untraced(cursor, data, set_cursor)
             return
         data = without_handles(data)
-        if torch.compiler.is_compiling() and isinstance(cursor, torch.Tensor):
+        if torch.compiler.is_dynamo_compiling() and isinstance(cursor, torch.Tensor):
             # A traced graph cannot branch on what the cursor holds: it stamps, and torch checks the bounds.
             self._generations.advance(cursor)
             TensorStorage.set(self, cursor, data, set_cursor=set_cursor)  # super() cannot be traced here
@@ -184,7 +184,7 @@ class GenerationalStorageMixin(SharableStorage):
 
     def get(self, index: Any) -> Any:
         """Records at ``index``, in any form that TorchRL's storages accept."""
-        if self.initialized and not torch.compiler.is_compiling():
+        if self.initialized and not torch.compiler.is_dynamo_compiling():
             lone = type(index) is tuple and len(index) == 1 and isinstance(index[0], torch.Tensor)
             where = index[0] if lone else index
             ndim = len(where) if type(where) is tuple and len(where) == self.ndim else 1
@@ -227,7 +227,7 @@ class GenerationalStorageMixin(SharableStorage):
 
     def _get_new_len(self, data: Any, cursor: Any) -> None:
         """TorchRL counts the records written, before it writes them. See :meth:`reach`."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             super()._get_new_len(data, cursor)
 
     def reach(self, rows: int | slice | torch.Tensor) -> None:

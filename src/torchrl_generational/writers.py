@@ -234,7 +234,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
             and data.device in _CPU
             and isinstance(self._storage, GenerationalStorageMixin)
             and self._storage.ndim == 1
-            and not torch.compiler.is_compiling()
+            and not torch.compiler.is_dynamo_compiling()
         )
 
     def _empty(self, empty_write_count: bool = True) -> None:
