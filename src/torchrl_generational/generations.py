@@ -232,6 +232,7 @@ class SlotGenerations(WrittenStamps):
         twin = copy(self)
         twin._interrupted = self.interrupted
         twin._shared = False
+        twin.opened = None
         twin._state = self._state.clone()
         twin._look()
         twin.log = None if self.log is None else self.log.clone()
@@ -241,7 +242,7 @@ class SlotGenerations(WrittenStamps):
         # For a process being spawned the tensor goes to shared memory: one timeline. Any other copy begins its own.
         if get_spawning_popen() is not None:
             self.share()
-        names = {*WrittenStamps.__slots__, *self.__slots__} - {"_values", "_array"}  # views of the state
+        names = {*WrittenStamps.__slots__, *self.__slots__} - {"_values", "_array", "opened"}  # views, and a section
         state = {name: getattr(self, name) for name in names}
         return state | {"copy": get_spawning_popen() is None}
 
@@ -249,6 +250,7 @@ class SlotGenerations(WrittenStamps):
         new_timeline = state.pop("copy")
         for name, value in state.items():
             setattr(self, name, value)
+        self.opened = None
         self._look()
         if new_timeline:
             self.begin_incarnation()

@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.arrays import priority_array
 from torchrl_generational.indexing import keep_last
+from torchrl_generational.interrupts import run_through
 from torchrl_generational.priorities import as_priority, just_within, largest_priority
 from torchrl_generational.trees import on_cpu, read_leaves, tree_dtype, write_arrays, write_leaves
 
@@ -95,7 +96,7 @@ def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority:
         store_arrays(sampler, cells.numpy(), values, float(values.max()))
         return
     if float(priority.max()) > _known_maximum(sampler):
-        cells, priority = _raise_maximum(sampler, cells, priority)
+        (cells, priority), sampler._max_priority = _raised_maximum(sampler, cells, priority)
     PrioritizedSampler.update_priority(sampler, cells, priority)
 
 
@@ -108,8 +109,9 @@ def store_arrays(sampler: PrioritizedSampler, cells: Any, priority: Any, highest
         priority: 0-d or ``[M]``, of the tree's dtype.
         highest: the largest of ``priority``.
     """
+    maximum = sampler._max_priority
     if highest > _known_maximum(sampler):
-        kept = _raise_maximum(sampler, torch.from_numpy(cells), torch.from_numpy(priority))
+        kept, maximum = _raised_maximum(sampler, torch.from_numpy(cells), torch.from_numpy(priority))
         cells, priority = (part.numpy() for part in kept)
     alpha, limits = sampler._alpha, _limits_of(sampler)
     raised = priority + limits.eps
@@ -117,9 +119,19 @@ def store_arrays(sampler: PrioritizedSampler, cells: Any, priority: Any, highest
         raised = np.asarray(raised)
     # torch's power and not NumPy's: they differ in the last bit, and TorchRL takes this one
     leaf = torch.pow(torch.from_numpy(raised), alpha).numpy()
-    write_arrays(sampler, cells, leaf, positive=limits.positive)
-    where = sampler._max_priority[1]
-    tracked = sampler._max_priority_within_buffer and alpha != 0 and where is not None
+    try:
+        _put(sampler, cells, leaf, maximum, limits.positive)
+    except BaseException:  # in between: all of it
+        _put(sampler, cells, leaf, maximum, limits.positive)
+        raise
+
+
+def _put(sampler: PrioritizedSampler, cells: Any, leaf: Any, maximum: tuple[Any, Any], positive: bool) -> None:
+    """Writes leaves that are ready, and the running maximum that belongs to them."""
+    write_arrays(sampler, cells, leaf, positive=positive)
+    sampler._max_priority = maximum
+    where = maximum[1]
+    tracked = sampler._max_priority_within_buffer and sampler._alpha != 0 and where is not None
     if tracked and bool((cells == int(where)).any()):
         sampler._max_priority = largest_but(sampler)
 
@@ -146,20 +158,21 @@ def _known_maximum(sampler: PrioritizedSampler) -> float:
     return -1.0 if maximum is None else float(maximum)
 
 
-def _raise_maximum(
+def _raised_maximum(
     sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lets the running maximum see ``priority``; returns the rows that stay, one per cell.
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[Any, Any]]:
+    """The rows that stay, one per cell, and the running maximum when it has seen them.
 
     Only a row that raises the maximum can raise it wrongly, so repeated cells are looked for here only.
     """
     keep = keep_last(cells) if priority.ndim else None
     if keep is not None:
         cells, priority = cells[keep], priority[keep]
+    maximum: tuple[Any, Any] = sampler._max_priority
     highest, row = priority.max(0)
     if float(highest) > _known_maximum(sampler):
-        sampler._max_priority = (highest, cells[row].clone())  # not a view of the caller's index
-    return cells, priority
+        maximum = highest, cells[row].clone()  # not a view of the caller's index
+    return (cells, priority), maximum
 
 
 def forget(sampler: PrioritizedSampler, cells: torch.Tensor) -> None:
@@ -189,7 +202,7 @@ def largest_but(sampler: PrioritizedSampler, cells: torch.Tensor | None = None) 
 
 
 def retransform(sampler: PrioritizedSampler, old_alpha: float, new_alpha: float) -> None:
-    """Rewrites all leaves for another exponent. O(capacity).
+    """Takes over another exponent and rewrites all leaves for it. O(capacity).
 
     Leaves of zero stay: they belong to cells without a record, or to records of priority zero.
 
@@ -203,6 +216,7 @@ def retransform(sampler: PrioritizedSampler, old_alpha: float, new_alpha: float)
     most = largest_priority(alpha=new_alpha, eps=sampler._eps, capacity=sampler._max_capacity, dtype=dtype)
     if not cells.numel() or old_alpha == 0:
         _lower_maximum(sampler, most)
+        sampler._alpha = new_alpha
         if cells.numel():
             warnings.warn(
                 "Changing alpha away from 0 cannot recover the priorities of the records that are there: with alpha=0 "
@@ -216,9 +230,14 @@ def retransform(sampler: PrioritizedSampler, old_alpha: float, new_alpha: float)
             f"alpha={new_alpha} would raise the priority {float(raw.max()):.3g} of a record beyond what the tree's "
             f"{dtype} can hold. Nothing was changed. Use a smaller alpha, or a sampler with dtype=torch.float64."
         )
-    _lower_maximum(sampler, most)
-    leaf = ((raw + sampler._eps) ** new_alpha).to(dtype)
-    write_leaves(sampler, cells, leaf.clamp_min(torch.finfo(dtype).tiny))  # a positive priority stays one
+    leaf = ((raw + sampler._eps) ** new_alpha).to(dtype).clamp_min(torch.finfo(dtype).tiny)  # positive ones stay so
+
+    def take_over() -> None:
+        _lower_maximum(sampler, most)
+        write_leaves(sampler, cells, leaf)
+        sampler._alpha = new_alpha
+
+    run_through(take_over)
 
 
 def _lower_maximum(sampler: PrioritizedSampler, most: float) -> None:

@@ -12,9 +12,12 @@ import threading
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
+from torchrl_generational.interrupts import deferral
 from torchrl_generational.process_locks import make_process_lock, renew_in_forked_children
 
 __all__ = ["StorageLock"]
+
+_PATIENCE = 0.1  # seconds until a main thread that waits looks whether it was interrupted
 
 
 class StorageLock:
@@ -67,20 +70,33 @@ class StorageLock:
                 self._processes = make_process_lock()
 
     def acquire(self) -> bool:
-        """Blocks until this thread, and this process, hold the lock."""
-        self._threads.acquire()
+        """Blocks until this thread, and this process, hold the lock. Ctrl-C ends the wait, and waits for the release.
+
+        Whatever is raised here leaves nothing taken. One line takes a lock and says so, so that an exception finds
+        either both or none.
+        """
+        before, taken, level, processes = deferral.depth, False, -1, None
         try:
-            if self._depth == 0 and self._processes is not None:
-                self._processes.acquire()
-                self._held = self._processes
-            self._depth += 1
-        except BaseException:  # an interrupt must not leave the thread lock behind
-            if self._depth == 0 and self._held is not None:
-                held, self._held = self._held, None
-                held.release()
-            self._threads.release()
+            taken = self._threads.acquire(blocking=not deferral.begin())
+            while not taken:
+                deferral.check()
+                taken = self._threads.acquire(timeout=_PATIENCE)
+            level = self._depth
+            if level == 0 and self._processes is not None:
+                processes = self._processes.acquire()
+                self._held = processes
+            self._depth = level + 1
+            return True
+        except BaseException:
+            if processes is not None:
+                self._held = None
+                processes.release()
+            if level >= 0:
+                self._depth = level
+            if taken:
+                self._threads.release()
+            deferral.back_to(before)
             raise
-        return True
 
     def release(self) -> None:
         """Undoes one :meth:`acquire` of this thread.
@@ -90,11 +106,15 @@ class StorageLock:
         """
         if not self._depth:
             raise RuntimeError("This process does not hold the lock: a forked child holds nothing of its parent's.")
-        if self._depth == 1 and self._held is not None:
-            held, self._held = self._held, None
-            held.release()
-        self._depth -= 1
-        self._threads.release()
+        held = self._held if self._depth == 1 else None
+        try:
+            if held is not None:
+                self._held = None
+                held.release()
+        finally:
+            self._depth -= 1
+            self._threads.release()
+            deferral.end()
 
     __enter__ = acquire
 

@@ -25,6 +25,7 @@ from torchrl_generational.checkpoints import CheckedCheckpoints
 from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.indexing import as_rows, cells_in, leading_shape, rows_of, rows_written
+from torchrl_generational.interrupts import run_through
 from torchrl_generational.leaves import forget
 from torchrl_generational.parts import BufferParts
 from torchrl_generational.processes import SharedByProcesses
@@ -339,11 +340,15 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
         with self._futures_lock:
             self._drop_prefetched()
             with self._exclusive():
-                super().empty(empty_write_count=empty_write_count)
-                # A sibling that went on from its old cursor would leave slots below the length without a record.
-                for sibling in self._storage._attached_entities:
-                    if sibling is not self and hasattr(sibling, "_records_replaced"):
-                        sibling._records_replaced()
+                run_through(lambda: self._empty_parts(empty_write_count))
+
+    def _empty_parts(self, empty_write_count: bool) -> None:
+        """Empties all parts, and those of other buffers on the storage. Lock held."""
+        super().empty(empty_write_count=empty_write_count)
+        # A sibling that went on from its old cursor would leave slots below the length without a record.
+        for sibling in self._storage._attached_entities:
+            if sibling is not self and hasattr(sibling, "_records_replaced"):
+                sibling._records_replaced()
 
     def _drop_prefetched(self) -> None:
         """Drops prefetched batches when all work in flight is done. Futures lock held, storage's lock not.
@@ -363,31 +368,57 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
 
 
 class _Section:
-    """The lock of a buffer's storage, also if the storage is exchanged while this thread waits for it."""
+    """The lock of a buffer's storage, also if the storage is exchanged while this thread waits for it.
 
-    __slots__ = ("buffer", "lock")
+    Where an exception leaves the section, slots whose record may lack its data or its priority hold no record.
+    """
+
+    __slots__ = ("buffer", "lock", "outermost")
 
     def __init__(self, buffer: GenerationalReplayBufferMixin) -> None:
         self.buffer = buffer
+        self.lock: Any = None  # as long as it is held
+        self.outermost: Any = None  # the stamps, if this is the outermost section of their storage
 
     def __enter__(self) -> None:
-        buffer = self.buffer
-        while True:
-            self.lock = buffer._replay_lock
-            self.lock.acquire()
-            if self.lock is buffer._replay_lock:
-                break
-            self.lock.release()
-        storage = buffer.__dict__.get("_storage")
-        if not getattr(storage, "initialized", True) and isinstance(storage, SharableStorage):
-            try:
+        buffer, lock, held = self.buffer, None, False
+        try:
+            while True:
+                lock = buffer._replay_lock
+                held = lock.acquire()
+                if lock is buffer._replay_lock:
+                    break
+                held = lock.release()
+            storage = buffer.__dict__.get("_storage")
+            if not getattr(storage, "initialized", True) and isinstance(storage, SharableStorage):
                 storage.join()
-            except BaseException:
-                self.lock.release()
-                raise
+            generations = getattr(storage, "slot_generations", None)
+            if generations is not None and generations.opened is None:
+                self.outermost = generations
+                generations.opened = []
+            self.lock = lock
+        except BaseException:
+            if self.outermost is not None:
+                self.outermost.opened = None
+            if held:
+                lock.release()
+            raise
 
-    def __exit__(self, *exc: object) -> None:
-        self.lock.release()
+    def __exit__(self, kind: Any, *exc: object) -> None:
+        try:
+            if kind is not None:
+                self._abandon()
+        finally:
+            if self.outermost is not None:
+                self.outermost.opened = None
+            self.lock.release()
+
+    def _abandon(self) -> None:
+        """Has the slots not drawn to which this section, or one around it, has begun to write."""
+        storage = self.buffer._storage
+        generations = getattr(storage, "slot_generations", None)
+        for rows in () if generations is None else generations.opened or ():
+            getattr(storage, "abandon", generations.abandon)(rows)
 
 
 def on_device_of(index: Any, storage: Any) -> Any:

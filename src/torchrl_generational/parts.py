@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 
+from torchrl_generational.interrupts import run_through
 from torchrl_generational.processes import keeps_priorities
 from torchrl_generational.protocols import SupportsGenerations, generations_on
 from torchrl_generational.samplers import GenerationalPrioritizedSampler, check_capacity
@@ -63,14 +64,23 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             try:
                 self._make_parts()
                 super()._init()
+                self._tie_parts()
+            except BaseException:
+                if self._initialized:  # there is no way back
+                    self._tie_parts()
+                raise
             finally:
                 self._initializing = None
-            self._lend_lock()
-            if self.shared:
-                self._share_storage()
-            elif not getattr(self, "_sync", True) or self._storage.slot_generations.log is not None:
-                with self._storage.lock:
-                    self._keep_log(known=False)
+
+    def _tie_parts(self) -> None:
+        """What parts need that have just been put in place. Can be called again where it was left."""
+        self._wanted_writer = None
+        self._lend_lock()
+        if self.shared:
+            self._share_storage()
+        elif not getattr(self, "_sync", True) or self._storage.slot_generations.log is not None:
+            with self._storage.lock:
+                self._keep_log(known=False)
 
     def _with_learners(self, sampler: Any) -> tuple[Any, Any]:
         """``sampler``, and the one that TorchRL keeps for the learner with ``sync=False`` (else ``None``)."""
@@ -102,8 +112,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
 
     def _maybe_make_writer(self, writer: Any) -> Writer:
         """The writer wanted here, whichever default the class behind passes on."""
-        made: Writer
-        made, self._wanted_writer = self._wanted_writer, None
+        made: Writer = self._wanted_writer
         return made
 
     def _check_parts(self, storage: Any, sampler: Any, writer: Any) -> None:
@@ -175,23 +184,28 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 with storage.lock:
                     try:
                         super().set_storage(storage, collate_fn)
+                        run_through(lambda: self._begin_with(storage, previous))
                     except BaseException:
-                        self._storage = previous
+                        if self._storage is storage and self not in storage._attached_entities:
+                            self._storage = previous
                         raise
-                    # a handle of the previous storage must not name a record of this one
-                    reached = int(storage._len_along_dim0 or 0)
-                    storage.slot_generations.replaced(reached, after=previous.slot_generations.incarnation)
-                    if self in previous._attached_entities:
-                        previous._attached_entities.remove(self)
-                    storage.attach(self)
-                    self._writer.register_storage(storage)
-                    self._place_cursor(self._writer, reached)
-                    self._follower = None
-                    self._records_replaced()
-                    self._lend_lock()
-                    if not getattr(self, "_sync", True):
-                        self._keep_log(known=True)
         return previous
+
+    def _begin_with(self, storage: Any, previous: Any) -> None:
+        """Starts all parts again on a storage that has taken the place of another. Locks held."""
+        storage.attach(self)  # first: from here on there is no way back
+        # a handle of the previous storage must not name a record of this one
+        reached = int(storage._len_along_dim0 or 0)
+        storage.slot_generations.replaced(reached, after=previous.slot_generations.incarnation)
+        if self in previous._attached_entities:
+            previous._attached_entities.remove(self)
+        self._writer.register_storage(storage)
+        self._place_cursor(self._writer, reached)
+        self._follower = None
+        self._records_replaced()
+        self._lend_lock()
+        if not getattr(self, "_sync", True):
+            self._keep_log(known=True)
 
     def set_writer(self, writer: Writer) -> Writer:
         """Replaces the writer and returns the previous one.
@@ -206,10 +220,15 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         self._refuse_exchange("set_writer")
         with self._exclusive():
             self._check_parts(self._storage, self._sampler, writer)
-            previous: Writer = super().set_writer(writer)
-            if writer is not previous:
-                fresh = getattr(writer, "_write_count", None) == 0
-                self._place_cursor(writer, getattr(previous if fresh else writer, "_cursor", 0))
+            previous: Writer = self._writer
+            try:
+                super().set_writer(writer)
+                if writer is not previous:
+                    fresh = getattr(writer, "_write_count", None) == 0
+                    self._place_cursor(writer, getattr(previous if fresh else writer, "_cursor", 0))
+            except BaseException:
+                self._writer = previous
+                raise
         return previous
 
     def _place_cursor(self, writer: Any, row: int) -> None:
@@ -238,14 +257,14 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             self._catch_up()
             try:
                 super().set_sampler(sampler)
+                self._lend_lock()
+                self._give_priorities(sampler)
+                self._follow(known=True)
+                if self._follower is not None:
+                    self._follower.has_seen_all(self._storage)
             except BaseException:
                 self._sampler, self._consume_after_n_samples = previous, consumed
                 raise
-            self._lend_lock()
-            self._give_priorities(sampler)
-            self._follow(known=True)
-            if self._follower is not None:
-                self._follower.has_seen_all(self._storage)
         exchanged: Sampler = previous
         return exchanged
 

@@ -15,6 +15,8 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+from torchrl_generational.interrupts import deferral
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -23,6 +25,7 @@ except ImportError:  # Windows
 __all__ = ["KernelLock", "SemaphoreLock", "make_process_lock", "renew_in_forked_children"]
 
 _POLLING = 0.0003  # seconds for which a process asks again before it queues
+_PATIENCE = 0.1  # seconds until a thread that waits looks whether it was interrupted
 _PAUSE = 0.0005  # seconds between two tries where the kernel refuses to queue
 
 _let_others_run = getattr(os, "sched_yield", partial(time.sleep, 0))
@@ -57,27 +60,38 @@ class _ProcessLock:
         self._threads = threading.RLock()
         self._depth = 0  # entries of the owning thread; guarded by _threads
 
-    def acquire(self) -> None:
-        """Blocks until this thread, and this process, hold the lock."""
-        self._threads.acquire()
+    def acquire(self) -> Any:
+        """Blocks until this thread, and this process, hold the lock. Returns the lock."""
+        taken, level = False, -1
         try:
-            if self._depth == 0:
+            taken = self._threads.acquire(blocking=not deferral.depth)
+            while not taken:
+                deferral.check()
+                taken = self._threads.acquire(timeout=_PATIENCE)
+            level = self._depth
+            if level == 0:
                 self._take()
-            self._depth += 1
+            self._depth = level + 1
+            return self
         except BaseException:  # an interrupt must leave neither lock behind
-            if self._depth == 0:
+            if level == 0:
                 self._give()
-            self._threads.release()
+            if level >= 0:
+                self._depth = level
+            if taken:
+                self._threads.release()
             raise
 
     def release(self) -> None:
         """Undoes one :meth:`acquire` of this thread."""
         if not self._depth:
             raise RuntimeError("This process does not hold the lock: a forked child holds nothing of its parent's.")
-        if self._depth == 1:
-            self._give()
-        self._depth -= 1
-        self._threads.release()
+        try:
+            if self._depth == 1:
+                self._give()
+        finally:
+            self._depth -= 1
+            self._threads.release()
 
     def _take(self) -> None:
         raise NotImplementedError
@@ -124,17 +138,24 @@ class KernelLock(_ProcessLock):
                 _let_others_run()
             else:
                 return
-        while True:
-            try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX)
-            except OSError as error:
-                # The kernel thinks in processes: threads of two processes that wait for two locks look to it like two
-                # processes that wait for each other.
-                if error.errno != errno.EDEADLK:
-                    raise
+        try:
+            deferral.waiting(True)
+            while not self._queue():
                 time.sleep(_PAUSE)
-            else:
-                return
+        finally:
+            deferral.waiting(False)
+
+    def _queue(self) -> bool:
+        """Waits in the kernel's queue; returns whether it gave the lock."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+        except OSError as error:
+            # The kernel thinks in processes: threads of two processes that wait for two locks look to it like two
+            # processes that wait for each other.
+            if error.errno != errno.EDEADLK:
+                raise
+            return False
+        return True
 
     def _give(self) -> None:
         fcntl.lockf(self._file, fcntl.LOCK_UN)

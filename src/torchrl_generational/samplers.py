@@ -16,6 +16,7 @@ from torchrl_generational.arrays import index_array
 from torchrl_generational.draws import draw
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import as_int64, bounds_of, cells_of, rows_of
+from torchrl_generational.interrupts import run_through
 from torchrl_generational.leaves import (
     checked_array,
     checked_priority,
@@ -323,7 +324,6 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         with self.lock:
             if value != self._alpha:
                 retransform(self, self._alpha, value)
-            self._alpha = value
 
     @property
     def beta(self) -> float:
@@ -388,8 +388,12 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         """Makes room for ``excess`` more cells. O(capacity)."""
         cells = torch.arange(self._max_capacity, device=self.device)
         leaves = read_leaves(self._sum_tree, cells).to(tree_dtype(self))
-        maximum = self.__dict__["_max_priority"]
-        self._max_capacity += excess
-        self._init()
-        write_leaves(self, cells, leaves)
-        self._max_priority = maximum
+        maximum, capacity = self.__dict__["_max_priority"], self._max_capacity + excess
+
+        def enlarge() -> None:
+            self._max_capacity = capacity
+            self._init()
+            write_leaves(self, cells, leaves)
+            self._max_priority = maximum
+
+        run_through(enlarge)

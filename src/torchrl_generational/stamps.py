@@ -20,7 +20,7 @@ NEVER_WRITTEN = -1
 class WrittenStamps:
     """The part of :class:`SlotGenerations` that a write goes through."""
 
-    __slots__ = ("_array", "_interrupted", "_loaded", "_shared", "_state", "_values", "log")
+    __slots__ = ("_array", "_interrupted", "_loaded", "_shared", "_state", "_values", "log", "opened")
 
     def __init__(self, num_rows: int, *, device: torch.device | str = "cpu") -> None:
         if num_rows < 0:
@@ -33,6 +33,9 @@ class WrittenStamps:
         self._loaded: tuple[int, int] | None = None
         self._interrupted = False  # whether a write was ever left incomplete; in the log once shared
         self._shared = False
+        #: The rows of the section that is under way whose records may lack data or a priority, see
+        #: :meth:`GenerationalReplayBufferMixin._exclusive`; ``None`` outside of sections. Guarded by the same lock.
+        self.opened: list[Any] | None = None
         #: What changed when, where a learner follows; see :meth:`keep_log`.
         self.log: ChangeLog | None = None
 
@@ -94,23 +97,31 @@ class WrittenStamps:
             rows: rows within ``[0, num_rows)``, as an int, a slice, a mask, or int64 of any shape on any device.
         """
         self._loaded = None
-        rows = self._named(rows)
         if self.log is not None:
             self.log.note(rows)
-            self.log.forget(rows)
-        if isinstance(rows, torch.Tensor):
-            least = self._state[-1:] - 1
-            # the same value wherever a row is named more than once, so the order of these writes does not matter
-            self._values[rows] = torch.maximum(self._counted(self._values.index_select(0, rows)), least)
-            self._values.index_add_(0, rows, torch.ones_like(rows))
-        elif self._array is not None and not self.interrupted:
-            stamped = self._array[:-1][rows]
-            np.maximum(stamped, self._array[-1] - 1, out=stamped)
-            stamped += 1
+        # One step of torch or NumPy changes the stamps, so that an exception finds all of them changed, or none.
+        if torch.compiler.is_dynamo_compiling():
+            self._advance_traced(rows)
+        elif self._array is not None:
+            places, count = self._places(rows)
+            stamps = self._array[:-1]
+            stamps[places] = count + np.maximum(self._counted(stamps[places]), self._array[-1] - 1)
         else:
-            part = self._values[rows]
-            torch.maximum(self._counted(part), self._state[-1:] - 1, out=part)
-            part += 1
+            named, repeats = self._named(rows), torch.ones((), dtype=torch.int64, device=self.device)
+            if isinstance(named, torch.Tensor):
+                named, repeats = torch.unique(named, return_counts=True)
+            self._values[named] = repeats + torch.maximum(self._counted(self._values[named]), self._state[-1:] - 1)
+        if self.log is not None:
+            self.log.forget(rows)
+
+    def _advance_traced(self, rows: int | slice | torch.Tensor) -> None:
+        """:meth:`advance` in a graph, which cannot say how many different rows there are."""
+        named = self._named(rows)
+        if not isinstance(named, torch.Tensor):
+            named = torch.arange(self.num_rows, device=self.device)[named]
+        # the same value wherever a row is named more than once, so the order of these writes does not matter
+        self._values[named] = torch.maximum(self._counted(self._values.index_select(0, named)), self._state[-1:] - 1)
+        self._values.index_add_(0, named, torch.ones_like(named))
 
     def begin(self, rows: int | slice | torch.Tensor) -> None:
         """Advances the stamps of ``rows``, whose records are about to be replaced; see :meth:`advance`.
@@ -119,15 +130,15 @@ class WrittenStamps:
         changed, or :meth:`abandon` if that fails.
         """
         log = self.log
+        if self.opened is not None:
+            self.opened.append(rows)
         if not self._shared or log is None:
             self.advance(rows)
             return
         places, count = self._places(rows)
         log.note(rows)
         stamps = self._array[:-1]
-        last = stamps[places]
-        if log.interrupted:
-            last = np.where(last < NEVER_WRITTEN, flipped(last), last)
+        last = self._counted(stamps[places])
         log.begin()
         stamps[places] = (-2 - count) - np.maximum(last, self._array[-1] - 1)
         log.forget(rows)  # those of records that are there must outlive a process that is killed before
@@ -158,15 +169,20 @@ class WrittenStamps:
         if isinstance(rows, slice):
             return rows, 1
         if rows.dtype == torch.bool:
-            return rows.numpy(), 1
-        return np.unique(rows.numpy(), return_counts=True)
+            return rows.cpu().numpy(), 1
+        return np.unique(rows.cpu().numpy(), return_counts=True)
 
     def abandon(self, rows: int | slice | torch.Tensor) -> None:
         """The data of ``rows`` may have changed in part: they hold no record until the next one is written. O(rows)."""
+        # said first: nobody may draw a slot that is marked and take it for one that holds a record
+        self._interrupted = True
+        if self._shared and self.log is not None:
+            self.log.note(rows)
+            if not self.log.interrupted:
+                self.log.begin()
         rows = self._named(rows)
         stamps = self._values[rows]
         self._values[rows] = torch.where(stamps < NEVER_WRITTEN, stamps, flipped(stamps))
-        self._interrupted = True
 
     def _named(self, rows: int | slice | torch.Tensor) -> slice | torch.Tensor:
         """Rows as a slice, or as one int64 dimension on the stamps' device."""
@@ -178,9 +194,12 @@ class WrittenStamps:
             rows = rows.reshape(-1).to(self._values.device)
         return rows
 
-    def _counted(self, stamps: torch.Tensor) -> torch.Tensor:
-        """Stamps without the mark of an incomplete write."""
-        return torch.where(stamps < NEVER_WRITTEN, flipped(stamps), stamps) if self.interrupted else stamps
+    def _counted(self, stamps: Any) -> Any:
+        """Stamps, as a tensor or an array, without the mark of an incomplete write."""
+        if not self.interrupted:
+            return stamps
+        where: Any = torch.where if isinstance(stamps, torch.Tensor) else np.where
+        return where(stamps < NEVER_WRITTEN, flipped(stamps), stamps)
 
 
 def flipped(stamps: Any) -> Any:

@@ -61,8 +61,7 @@ def write_leaves(sampler: Any, cells: torch.Tensor, leaf: torch.Tensor) -> None:
     A leaf of zero, which is never drawn, is left out of the minimum that importance weights are normalised by.
     """
     if not on_cpu(sampler):
-        sampler._sum_tree[cells] = leaf
-        sampler._min_tree[cells] = leaf.masked_fill(leaf == 0, torch.finfo(leaf.dtype).max)
+        _write_both(sampler, cells, leaf, leaf.masked_fill(leaf == 0, torch.finfo(leaf.dtype).max))
         return
     write_arrays(sampler, cells.numpy(), leaf.numpy())
 
@@ -80,12 +79,23 @@ def write_arrays(sampler: Any, cells: Any, leaf: Any, *, positive: bool = False)
     # The trees read arrays as if they were contiguous, and convert other dtypes more slowly than NumPy.
     if type(cells) is not int and not cells.flags.c_contiguous:
         cells = np.ascontiguousarray(cells)
-    if not leaf.ndim:
-        sampler._sum_tree[cells] = float(leaf)
-        sampler._min_tree[cells] = float(least)
-        return
-    sampler._sum_tree[cells] = leaf.astype(np.float64, order="C", copy=False)
-    sampler._min_tree[cells] = least if least.flags.c_contiguous else np.ascontiguousarray(least)
+    sums, minima = (
+        (leaf.astype(np.float64, order="C", copy=False), np.ascontiguousarray(least))
+        if leaf.ndim
+        else (float(leaf), float(least))
+    )
+    _write_both(sampler, cells, sums, minima)
+
+
+def _write_both(sampler: Any, cells: Any, sums: Any, minima: Any) -> None:
+    """Writes what is ready to both trees, or after an exception in between as well: the trees agree."""
+    try:
+        sampler._sum_tree[cells] = sums
+        sampler._min_tree[cells] = minima
+    except BaseException:
+        sampler._sum_tree[cells] = sums
+        sampler._min_tree[cells] = minima
+        raise
 
 
 class TreeState:

@@ -181,9 +181,11 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
                 self._cursor, self._write_count = before
                 raise
             return
-        shared = self._standing = self._cursor_value, self._write_count_value
-        moved = self._cursor_value, self._write_count_value = _Number(shared[0].value), _Number(shared[1].value)
+        shared = self._cursor_value, self._write_count_value
+        moved = _Number(shared[0].value), _Number(shared[1].value)
         try:
+            self._standing = shared
+            self._cursor_value, self._write_count_value = moved
             yield
         finally:
             self._stand()

@@ -1,0 +1,130 @@
+"""Ctrl-C waits for the end of a section: whoever interrupts a notebook cell goes on with the buffer afterwards.
+
+Python raises ``KeyboardInterrupt`` in the main thread between any two instructions, also between taking a lock and
+entering the block that gives it back. So while the main thread is inside a section, another handler notes the signal,
+and the one of before is called when the section ends. Whoever *waits* for a section can be interrupted as ever.
+
+Only SIGINT, only in the main thread, and only where its handler is one of Python's. Handlers of other signals that
+raise are met by what every section does about exceptions.
+"""
+
+from __future__ import annotations
+
+import _signal  # the functions behind those of signal, which take longer than a short section
+import os
+import sys
+import threading
+from collections.abc import Callable
+from signal import SIGINT
+from typing import Any
+
+__all__ = ["deferral", "run_through"]
+
+_get_ident = threading.get_ident
+_NUMBER = int(SIGINT)
+
+
+class Deferral:
+    """Whether the main thread is inside sections, and the handler to call when it has left the last one.
+
+    Everything here belongs to the main thread; other threads find nothing to do.
+
+    Attributes:
+        depth: how many sections the main thread is in.
+    """
+
+    __slots__ = ("_main", "_pending", "_previous", "_waiting", "depth")
+
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident
+        self.depth = 0
+        self._pending = False  # whether a signal came meanwhile
+        self._waiting = False  # whether this section is not entered yet, so that signals go through
+        self._previous: Callable[[int, Any], Any] | None = None
+
+    def begin(self) -> bool:
+        """A section begins. Returns whether signals are deferred, which they are in the main thread only."""
+        if _get_ident() != self._main:
+            return False
+        if not self.depth:
+            handler = _signal.getsignal(_NUMBER)
+            if handler is not _hold and callable(handler):
+                self._previous = handler
+                _signal.signal(_NUMBER, _hold)
+        self.depth += 1
+        return True
+
+    def end(self) -> None:
+        """A section has ended and holds nothing any more. Raises what the handler raises for a signal that came."""
+        if _get_ident() == self._main:
+            self.back_to(self.depth - 1)
+
+    def back_to(self, depth: int) -> None:
+        """As :meth:`end`, of all sections but the outermost ``depth``."""
+        if _get_ident() != self._main:
+            return
+        self.depth = max(depth, 0)
+        if self.depth:
+            return
+        previous, self._previous = self._previous, None
+        if previous is None:
+            return
+        if _signal.getsignal(_NUMBER) is _hold:
+            _signal.signal(_NUMBER, previous)
+        if self._pending:
+            self._pending = False
+            previous(_NUMBER, sys._getframe())
+
+    def check(self) -> None:
+        """Raises what the handler raises, if a signal came: for a section that is still waited for."""
+        if self._pending and self._previous is not None and _get_ident() == self._main:
+            self._pending = False
+            self._previous(_NUMBER, sys._getframe())
+
+    def waiting(self, waits: bool) -> None:
+        """Lets signals through while the main thread waits for what a section needs, in a call that they end."""
+        if _get_ident() == self._main:
+            self._waiting = waits
+            if waits:
+                self.check()
+
+    def receive(self, number: int, frame: Any) -> None:
+        """A signal came."""
+        if self.depth and not self._waiting:
+            self._pending = True
+        elif self._previous is not None:
+            self._previous(number, frame)
+
+    def renew(self) -> None:
+        """In a forked child: the thread that forked is the main thread, and inside no section that it could leave."""
+        self._main = _get_ident()
+        self.depth, self._pending, self._waiting = 0, False, False
+        if self._previous is not None:
+            previous, self._previous = self._previous, None
+            if _signal.getsignal(_NUMBER) is _hold:
+                _signal.signal(_NUMBER, previous)
+
+
+deferral = Deferral()
+
+
+def _hold(number: int, frame: Any) -> None:
+    deferral.receive(number, frame)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=deferral.renew)
+
+
+def run_through(steps: Callable[[], Any]) -> None:
+    """Takes steps of which none may be left out: whatever is raised among them, all of them have been taken then.
+
+    Args:
+        steps: takes them, and may be called again wherever it was left. It has made and checked before whatever can
+            fail for good.
+    """
+    try:
+        steps()
+    except BaseException:
+        steps()
+        raise
