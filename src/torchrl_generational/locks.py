@@ -86,7 +86,7 @@ class StorageLock:
                 processes = self._processes.acquire()
                 self._held = processes
             self._depth = level + 1
-            return True
+            return self._depth > 0  # True, but no constant: Python would leave the try before it returns one
         except BaseException:
             if processes is not None:
                 self._held = None

@@ -197,7 +197,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         # a handle of the previous storage must not name a record of this one
         reached = int(storage._len_along_dim0 or 0)
         storage.slot_generations.replaced(reached, after=previous.slot_generations.incarnation)
-        if self in previous._attached_entities:
+        if storage is not previous and self in previous._attached_entities:
             previous._attached_entities.remove(self)
         self._writer.register_storage(storage)
         self._place_cursor(self._writer, reached)
