@@ -1,0 +1,211 @@
+"""Whatever is raised at whatever line of a public method, the buffer can be used afterwards, and nothing is mixed up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from interrupting import Snapshot, faults_after, faults_of_use, interrupted, kernel_locks
+from support import records
+from tensordict import TensorDict
+from test_lock_discipline import ACTS
+
+import torchrl_generational as g
+
+CAPACITY = 8
+NEW = 100  # new records are x = 100, 101, ...
+
+
+def own_priority(x: torch.Tensor) -> torch.Tensor:
+    """The first priority that each record brings along."""
+    return (x % 100).float() / 10 + 20
+
+
+def with_priority(count: int, start: int) -> TensorDict:
+    data = records(count, start, y=torch.zeros(count, dtype=torch.int64))
+    return data.set("td_error", own_priority(data["x"]))
+
+
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "shared": {"shared": True}, "sync=False": {"sync": False}}
+
+
+def build(kind: str, **kwargs: Any) -> Any:
+    """A full ring of records 0 to 7 with leaves 1 to 8, that has wrapped: slot 0 is next."""
+    kwargs.setdefault("storage", g.GenerationalLazyTensorStorage(CAPACITY))
+    rb = g.GenerationalTensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=1.0, eps=0.0, batch_size=4, generator=torch.Generator().manual_seed(0), **KINDS[kind], **kwargs
+    )
+    rb.extend(with_priority(CAPACITY, 0))
+    rb.sample()
+    rb.update_priority(torch.arange(CAPACITY), torch.arange(1.0, CAPACITY + 1))
+    return rb
+
+
+WRITES: dict[str, Any] = {
+    "extend": lambda rb, info, td, path: rb.extend(with_priority(3, NEW)),
+    "extend over the seam": lambda rb, info, td, path: (
+        rb.extend(with_priority(6, NEW)),
+        rb.extend(with_priority(4, NEW + 6)),
+    ),
+    "extend by more than the ring": lambda rb, info, td, path: rb.extend(with_priority(11, NEW)),
+    "add": lambda rb, info, td, path: rb.add(with_priority(1, NEW)[0]),
+    "setitem": lambda rb, info, td, path: rb.__setitem__(slice(2, 5), with_priority(3, NEW)),
+    "setitem, list": lambda rb, info, td, path: rb.__setitem__(torch.tensor([1, 6]), with_priority(2, NEW)),
+    "write_all": lambda rb, info, td, path: rb.write_all(with_priority(CAPACITY, NEW)),
+}
+
+
+def checked(kind: str, act: Any, tmp_path: Any, *, new_leaf: Any, updates: bool = False, **kwargs: Any) -> int:
+    """Interrupts an act at each of its lines in turn; returns how many there were."""
+
+    def fresh() -> tuple[Any, Any, Any]:
+        rb = build(kind, **kwargs)
+        data, info = rb.sample(return_info=True)
+        return rb, info, data.set("td_error", torch.full((4,), 50.0))
+
+    number, faults = 0, []
+    while True:
+        number += 1
+        with kernel_locks() as held:
+            rb, info, td = fresh()
+            before = Snapshot(rb)
+            where = interrupted(lambda: act(rb, info, td, tmp_path), number)
+            if where is None:
+                break
+            found = [] if not any(held.values()) else ["the kernel's lock is taken"]
+        found += faults_after(rb, before, new_leaf(rb), updates=updates)
+        if not any("lock" in fault for fault in found):
+            found += faults_of_use(rb, with_priority)
+        faults += [f"{where}: {fault}" for fault in found]
+    assert not faults, f"{len(faults)} faults in {number} lines:\n" + "\n".join(faults[:40])
+    return number
+
+
+def own_leaf(rb: Any) -> Any:
+    return lambda x: float(own_priority(torch.tensor(x)))
+
+
+def any_leaf(rb: Any) -> Any:
+    return lambda x: None
+
+
+def default_leaf(rb: Any) -> Any:
+    """New records are born at the running maximum, which no record here had left alone."""
+    return lambda x: float(rb._learners_sampler().default_priority)
+
+
+def handles(info: dict[str, Any]) -> dict[str, Any]:
+    return {"index": info["index"], "generation": info["index_generation"]}
+
+
+UPDATES: dict[str, Any] = {
+    "mark_update": lambda rb, info, td, path: rb.mark_update(torch.tensor([1])),
+    "update_priority": lambda rb, info, td, path: rb.update_priority(torch.tensor([0, 3]), torch.tensor([50.0, 0.5])),
+    "update_priority_if_present": lambda rb, info, td, path: rb.update_priority_if_present(
+        **handles(info), priority=50
+    ),
+    "update_priority_if_present, a list": lambda rb, info, td, path: rb.update_priority_if_present(
+        index=info["index"].tolist(), generation=info["index_generation"].tolist(), priority=50
+    ),
+    "submit_update_priority_if_present": lambda rb, info, td, path: rb.submit_update_priority_if_present(
+        **handles(info), priority=torch.ones(4)
+    ).result(),
+    "update_tensordict_priority": lambda rb, info, td, path: rb.update_tensordict_priority(td),
+    "update_tensordict_priority_if_present": lambda rb, info, td, path: rb.update_tensordict_priority_if_present(td),
+    "alpha": lambda rb, info, td, path: setattr(rb._learners_sampler(), "alpha", 0.5),
+    "beta": lambda rb, info, td, path: setattr(rb._learners_sampler(), "beta", 0.5),
+}
+FIELDS: dict[str, Any] = {
+    "set_": lambda rb, info, td, path: rb.set_("y", torch.arange(8)),
+    "set_at_": lambda rb, info, td, path: rb.set_at_("y", torch.tensor([0]), [0]),
+    "update_": lambda rb, info, td, path: rb.update_(TensorDict({"y": torch.arange(8)}, [8])),
+    "update_if_present": lambda rb, info, td, path: rb.update_if_present(
+        **handles(info), patch={"y": torch.zeros(4, dtype=torch.int64)}
+    ),
+    "submit_update_if_present": lambda rb, info, td, path: rb.submit_update_if_present(
+        **handles(info), patch={"y": torch.zeros(4, dtype=torch.int64)}
+    ).result(),
+}
+READS: dict[str, Any] = {
+    "dump": lambda rb, info, td, path: rb.dump(path / "there"),
+    "dumps": lambda rb, info, td, path: rb.dumps(path / "there"),
+    "save": lambda rb, info, td, path: rb.save(path / "there"),
+    "next": lambda rb, info, td, path: rb.next(),
+    "sample": lambda rb, info, td, path: rb.sample(),
+    "state_dict": lambda rb, info, td, path: rb.state_dict(),
+    "stats": lambda rb, info, td, path: rb.stats(),
+    "__getstate__": lambda rb, info, td, path: rb.__getstate__(),
+    "__getitem__": lambda rb, info, td, path: rb[2:4],
+    "__iter__": lambda rb, info, td, path: next(iter(rb)),
+    "can_sample": lambda rb, info, td, path: rb.can_sample(4),
+    "query": lambda rb, info, td, path: rb.query(trajectory_key="x"),
+    "read_all_in_order": lambda rb, info, td, path: rb.read_all_in_order(),
+    "set_rng": lambda rb, info, td, path: rb.set_rng(torch.Generator()),
+    "set_writer": lambda rb, info, td, path: rb.set_writer(g.GenerationalTensorDictRoundRobinWriter()),
+}
+REPLACEMENTS: dict[str, Any] = {
+    "empty": lambda rb, info, td, path: rb.empty(),
+    "set_sampler": lambda rb, info, td, path: rb.set_sampler(g.GenerationalPrioritizedSampler(8, 1.0, 1.0, eps=0.0)),
+    "set_storage": lambda rb, info, td, path: rb.set_storage(g.GenerationalLazyTensorStorage(8)),
+}
+LOADS = {"load", "loads", "load_state_dict"}  # in test_restores.py
+
+
+def test_every_public_method_is_interrupted_somewhere():
+    named = WRITES | UPDATES | FIELDS | READS | REPLACEMENTS
+    missing = ACTS.keys() - named.keys() - LOADS - {"__setitem__"}
+    assert missing == set()
+
+
+def possible(kind: str, name: str) -> bool:
+    exchange = name in ("set_writer", "set_storage")  # what processes share cannot be exchanged
+    return not (kind == "shared" and exchange) and not (kind == "sync=False" and name == "set_sampler")
+
+
+# one of each sort in the default run; the others take minutes
+QUICK = {
+    "extend",
+    "add",
+    "setitem",
+    "update_priority_if_present",
+    "sample",
+    "update_if_present",
+    "empty",
+    "set_sampler",
+}
+
+
+def cases(acts: dict[str, Any]) -> list[Any]:
+    return [
+        pytest.param(kind, name, marks=[] if kind == "plain" and name in QUICK else pytest.mark.slow)
+        for kind in KINDS
+        for name in acts
+        if possible(kind, name)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(WRITES))
+def test_a_write_that_is_interrupted_leaves_old_records_or_new_ones_with_their_own_priority(kind, name, tmp_path):
+    first = own_leaf if "extend" in name or name == "add" else default_leaf
+    checked(kind, WRITES[name], tmp_path, new_leaf=first)
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(UPDATES))
+def test_an_update_that_is_interrupted_leaves_records_and_trees_whole(kind, name, tmp_path):
+    checked(kind, UPDATES[name], tmp_path, new_leaf=any_leaf, updates=True)
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(FIELDS))
+def test_a_field_update_that_is_interrupted_touches_nothing_else(kind, name, tmp_path):
+    checked(kind, FIELDS[name], tmp_path, new_leaf=any_leaf)
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(READS))
+def test_a_read_that_is_interrupted_changes_nothing(kind, name, tmp_path):
+    checked(kind, READS[name], tmp_path, new_leaf=any_leaf)
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(REPLACEMENTS))
+def test_a_replacement_that_is_interrupted_has_happened_or_not(kind, name, tmp_path):
+    checked(kind, REPLACEMENTS[name], tmp_path, new_leaf=any_leaf, updates=True)
