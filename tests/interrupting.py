@@ -24,10 +24,15 @@ _UNSTOPPABLE = {
     "StorageLock.__exit__",
     "_ProcessLock.release",
     "KernelLock._give",
-    "_Section.__exit__",
+    "Section.__exit__",
+    "_Sections.__exit__",
+    "_Sections._leave",
+    "Interruptible.__exit__",
     "Deferral.end",
     "Deferral.back_to",
     "Deferral.waiting",
+    "Deferral.let_through",
+    "Deferral.__exit__",
     "Deferral.renew",
     "_remove",  # the finalizer of some earlier storage
 }

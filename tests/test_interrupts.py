@@ -1,17 +1,28 @@
-"""Whatever is raised at whatever line of a public method, the buffer can be used afterwards, and nothing is mixed up."""
+"""Whatever is raised at whatever line of a public method, the buffer can be used afterwards, nothing mixed up."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interrupting import Snapshot, faults_after, faults_of_use, interrupted, kernel_locks
-from support import records
+from children import child_says, forked
+from interrupting import Snapshot, faults_after, faults_of_use, free_for_others, interrupted, kernel_locks
+from support import TIMEOUT, announce_blocked, records
 from tensordict import TensorDict
 from test_lock_discipline import ACTS
 
 import torchrl_generational as g
+from torchrl_generational.interrupts import deferral
 
 CAPACITY = 8
 NEW = 100  # new records are x = 100, 101, ...
@@ -70,7 +81,7 @@ def checked(kind: str, act: Any, tmp_path: Any, *, new_leaf: Any, updates: bool 
         with kernel_locks() as held:
             rb, info, td = fresh()
             before = Snapshot(rb)
-            where = interrupted(lambda: act(rb, info, td, tmp_path), number)
+            where = interrupted(partial(act, rb, info, td, tmp_path), number)
             if where is None:
                 break
             found = [] if not any(held.values()) else ["the kernel's lock is taken"]
@@ -209,3 +220,99 @@ def test_a_read_that_is_interrupted_changes_nothing(kind, name, tmp_path):
 @pytest.mark.parametrize(("kind", "name"), cases(REPLACEMENTS))
 def test_a_replacement_that_is_interrupted_has_happened_or_not(kind, name, tmp_path):
     checked(kind, REPLACEMENTS[name], tmp_path, new_leaf=any_leaf, updates=True)
+
+
+@pytest.mark.parametrize(
+    ("signals", "seed"),
+    [(200, 0), pytest.param(20_000, None, marks=pytest.mark.slow)],
+    ids=["200", "20,000"],
+)
+@pytest.mark.parametrize("options", [[], ["shared"]], ids=["plain", "shared"])
+def test_real_signals_at_random_moments_leave_a_buffer_that_threads_and_processes_can_use(signals, seed, options):
+    seed = int.from_bytes(os.urandom(4), "big") if seed is None else seed
+    print(f"seed {seed}")
+    program = Path(__file__).with_name("interrupted_loop.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(signals), str(seed), *options],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RL_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    came, inside, faults = json.loads(done.stdout.splitlines()[-1])
+    print(f"{came} signals, {inside} of them ended a call of the buffer")
+    assert (came, faults) == (signals, [])
+    assert inside > signals // 10  # else this is no test
+
+
+def test_ctrl_c_ends_the_wait_for_a_section_that_another_thread_holds(actors):
+    rb = build("plain")
+    actors.other(rb.storage.lock.acquire)
+    blocked = announce_blocked(rb.storage.lock, threading.main_thread().name)
+
+    def interrupt() -> None:
+        assert blocked.wait(TIMEOUT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    with pytest.raises(KeyboardInterrupt):
+        rb.extend(with_priority(1, NEW))
+    sender.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    actors.other(rb.storage.lock.release)
+    assert free_for_others(rb.storage.lock._threads)
+    assert rb.storage.generations.tolist() == [0] * CAPACITY
+
+
+def test_ctrl_c_ends_the_wait_for_a_section_that_another_process_holds():
+    rb = build("shared")
+    with forked(lambda: (rb.storage.lock.acquire(), child_says("held"), time.sleep(TIMEOUT))) as child:
+        child.wait_for("held")
+        timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))  # waiting in the kernel by then
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            rb.extend(with_priority(1, NEW))
+        timer.join()
+        child.kill()
+    assert rb.storage.generations.tolist() == [0] * CAPACITY
+    rb.extend(with_priority(1, NEW))
+
+
+def test_ctrl_c_inside_a_section_is_raised_at_its_end_and_the_handler_of_before_is_back():
+    rb, calls = build("plain"), []
+    handler = signal.getsignal(signal.SIGINT)
+    reach = rb.storage.reach
+
+    def interrupted_there(rows: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        reach(rows)
+        calls.append(signal.getsignal(signal.SIGINT))
+
+    rb.storage.reach = interrupted_there
+    with pytest.raises(KeyboardInterrupt):
+        rb.extend(with_priority(3, NEW))
+    assert calls != [handler]
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert rb.storage.generations.tolist() == [1] * 3 + [0] * 5  # it was written, all of it
+    assert rb[:3]["x"].tolist() == [NEW, NEW + 1, NEW + 2]
+    assert deferral.depth == 0
+
+
+def test_a_handler_that_is_no_python_function_is_left_alone():
+    rb = build("plain")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        rb.extend(with_priority(3, NEW))
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_section_of_another_thread_defers_nothing(actors):
+    rb = build("plain")
+    with rb._exclusive():
+        assert deferral.depth == 1
+    actors.other(rb.storage.lock.acquire)
+    assert deferral.depth == 0
+    actors.other(rb.storage.lock.release)

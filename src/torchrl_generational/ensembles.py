@@ -21,6 +21,8 @@ from torchrl_generational.ensemble_checkpoints import EnsembleCheckpoints
 from torchrl_generational.ensemble_draws import Draw, attached, follow_parts, on_first
 from torchrl_generational.ensemble_updates import EnsembleUpdates
 from torchrl_generational.incoming import refuse_layout, refuse_misfits, without_handles
+from torchrl_generational.interrupts import deferral
+from torchrl_generational.locks import Interruptible
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.tensordict_mixin import GenerationalTensorDictReplayBufferMixin
 
@@ -167,25 +169,22 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
 
     # ---------------------------------------------------------------- locks
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> Any:
         """The locks of all members' storages, in an order that is the same for every ensemble in every process."""
-        with contextlib.ExitStack() as held:
-            held.enter_context(self._replay_lock)
-            for rb in sorted(self._rbs, key=lambda rb: rb._replay_lock.order):
-                held.enter_context(rb._exclusive())
-            yield
+        return _Sections(self)
 
     @contextlib.contextmanager
     def _still(self, *, errors: bool = True) -> Iterator[None]:
         """No work in flight, here and in the members, and all their locks. ``errors``: of updates submitted here."""
         self._ready()
-        with contextlib.ExitStack() as held:
+        with deferral, contextlib.ExitStack() as held:
             for buffer in (self, *sorted(self._rbs, key=id)):
-                held.enter_context(buffer._futures_lock)
-                if buffer is self and errors:
-                    self._synchronize_futures_locked()  # needs the storages' locks
-                else:  # whoever submitted to a member gets its errors there
+                held.enter_context(Interruptible(buffer._futures_lock))
+                with deferral.let_through():
+                    if buffer is self and errors:
+                        self._synchronize_futures_locked()  # needs the storages' locks
+                        continue
+                    # whoever submitted to a member gets its errors there
                     wait((*buffer._prefetch_queue, *buffer._pending_update_futures))
                     buffer._drop_failed_batches()
             held.enter_context(self._locked())
@@ -348,6 +347,39 @@ _NOT_SHARED = (
     "An ensemble stays in the process that samples and updates. Share its members, member.share(), before or after it "
     "is made; hand those to the processes that write, and keep the ensemble here."
 )
+
+
+class _Sections:
+    """The locks of an ensemble and of all its members, taken in the order of the latter."""
+
+    __slots__ = ("ensemble", "entered")
+
+    def __init__(self, ensemble: GenerationalReplayBufferEnsemble) -> None:
+        self.ensemble = ensemble
+        self.entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        before = deferral.depth
+        try:
+            deferral.begin()
+            members = sorted(self.ensemble._rbs, key=lambda rb: rb._replay_lock.order)
+            for part in (Interruptible(self.ensemble._replay_lock), *(rb._exclusive() for rb in members)):
+                self.entered.append(part)
+                part.__enter__()
+        except BaseException:
+            self._leave(None, None, None)
+            deferral.back_to(before)
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            self._leave(*exc)
+        finally:
+            deferral.end()
+
+    def _leave(self, *exc: object) -> None:
+        while self.entered:
+            self.entered.pop().__exit__(*exc)
 
 
 class _Routed(NamedTuple):

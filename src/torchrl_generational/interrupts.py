@@ -10,15 +10,19 @@ raise are met by what every section does about exceptions.
 
 from __future__ import annotations
 
-import _signal  # the functions behind those of signal, which take longer than a short section
+import contextlib
+import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from signal import SIGINT
 from typing import Any
 
 __all__ = ["deferral", "run_through"]
+
+# The functions behind those of the module signal, which take longer than many a section.
+_signal: Any = importlib.import_module("_signal")
 
 _get_ident = threading.get_ident
 _NUMBER = int(SIGINT)
@@ -75,6 +79,12 @@ class Deferral:
             self._pending = False
             previous(_NUMBER, sys._getframe())
 
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
     def check(self) -> None:
         """Raises what the handler raises, if a signal came: for a section that is still waited for."""
         if self._pending and self._previous is not None and _get_ident() == self._main:
@@ -95,6 +105,15 @@ class Deferral:
         elif self._previous is not None:
             self._previous(number, frame)
 
+    @contextlib.contextmanager
+    def let_through(self) -> Iterator[None]:
+        """See :meth:`waiting`."""
+        try:
+            self.waiting(True)
+            yield
+        finally:
+            self.waiting(False)
+
     def renew(self) -> None:
         """In a forked child: the thread that forked is the main thread, and inside no section that it could leave."""
         self._main = _get_ident()
@@ -105,6 +124,7 @@ class Deferral:
                 _signal.signal(_NUMBER, previous)
 
 
+#: Entered, it is a section that holds nothing yet.
 deferral = Deferral()
 
 

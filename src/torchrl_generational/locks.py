@@ -15,7 +15,7 @@ from typing import Any
 from torchrl_generational.interrupts import deferral
 from torchrl_generational.process_locks import make_process_lock, renew_in_forked_children
 
-__all__ = ["StorageLock"]
+__all__ = ["Interruptible", "StorageLock"]
 
 _PATIENCE = 0.1  # seconds until a main thread that waits looks whether it was interrupted
 
@@ -133,3 +133,25 @@ class StorageLock:
         self._processes = make_process_lock() if processes is True else processes
         if state.get("order") is not None:
             self.order = state["order"]
+
+
+class Interruptible:
+    """A lock of :mod:`threading` that is taken while Ctrl-C is deferred; Ctrl-C ends the wait for it all the same.
+
+    Leaving one that was not entered does nothing.
+    """
+
+    __slots__ = ("_held", "_lock")
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self._held = lock, False
+
+    def __enter__(self) -> None:
+        while not self._held:
+            deferral.check()
+            self._held = self._lock.acquire(timeout=_PATIENCE)
+
+    def __exit__(self, *exc: object) -> None:
+        held, self._held = self._held, False
+        if held:
+            self._lock.release()

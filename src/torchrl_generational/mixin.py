@@ -32,7 +32,7 @@ from torchrl_generational.processes import SharedByProcesses
 from torchrl_generational.sharing import SharableStorage
 from torchrl_generational.whole import rows_drawn_together, whole_records
 
-__all__ = ["GenerationalReplayBufferMixin"]
+__all__ = ["GenerationalReplayBufferMixin", "Section"]
 
 # TorchRL's four plain buffers: their _sample is what the mixin replaces.
 _PLAIN_BUFFERS = (
@@ -126,7 +126,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
 
     def _exclusive(self) -> Any:
         """Holds the storage's lock; holds nothing while ``torch.compile`` traces, which cannot."""
-        return contextlib.nullcontext() if torch.compiler.is_dynamo_compiling() else _Section(self)
+        return contextlib.nullcontext() if torch.compiler.is_dynamo_compiling() else Section(self)
 
     # ---------------------------------------------------------------- sampling
 
@@ -367,21 +367,23 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
                 queue.remove(future)
 
 
-class _Section:
+class Section:
     """The lock of a buffer's storage, also if the storage is exchanged while this thread waits for it.
 
-    Where an exception leaves the section, slots whose record may lack its data or its priority hold no record.
+    Where an exception leaves the section, slots whose record may lack its data or its priority hold no record. Leaving
+    one that was not entered does nothing.
     """
 
     __slots__ = ("buffer", "lock", "outermost")
 
-    def __init__(self, buffer: GenerationalReplayBufferMixin) -> None:
+    def __init__(self, buffer: Any) -> None:
         self.buffer = buffer
         self.lock: Any = None  # as long as it is held
         self.outermost: Any = None  # the stamps, if this is the outermost section of their storage
 
     def __enter__(self) -> None:
-        buffer, lock, held = self.buffer, None, False
+        buffer, held = self.buffer, False
+        lock: Any = None
         try:
             while True:
                 lock = buffer._replay_lock
@@ -405,18 +407,21 @@ class _Section:
             raise
 
     def __exit__(self, kind: Any, *exc: object) -> None:
+        lock, self.lock = self.lock, None
+        if lock is None:
+            return
         try:
             if kind is not None:
                 self._abandon()
         finally:
             if self.outermost is not None:
                 self.outermost.opened = None
-            self.lock.release()
+            lock.release()
 
     def _abandon(self) -> None:
         """Has the slots not drawn to which this section, or one around it, has begun to write."""
-        storage = self.buffer._storage
-        generations = getattr(storage, "slot_generations", None)
+        storage: Any = self.buffer._storage
+        generations: Any = getattr(storage, "slot_generations", None)
         for rows in () if generations is None else generations.opened or ():
             getattr(storage, "abandon", generations.abandon)(rows)
 

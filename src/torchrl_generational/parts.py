@@ -220,7 +220,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         self._refuse_exchange("set_writer")
         with self._exclusive():
             self._check_parts(self._storage, self._sampler, writer)
-            previous: Writer = self._writer
+            previous: Any = self.writer
             try:
                 super().set_writer(writer)
                 if writer is not previous:
@@ -229,7 +229,8 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             except BaseException:
                 self._writer = previous
                 raise
-        return previous
+        replaced: Writer = previous
+        return replaced
 
     def _place_cursor(self, writer: Any, row: int) -> None:
         """Sets the cursor of a writer to ``row``, or where it leaves no slot before it without a record. Lock held."""

@@ -125,6 +125,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
     lock: Any = contextlib.nullcontext()
 
     # TorchRL's; guarded by lock
+    _max_capacity: int
     _alpha: float
     _beta: float
     _max_priority: tuple[Any, Any]
@@ -388,7 +389,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         """Makes room for ``excess`` more cells. O(capacity)."""
         cells = torch.arange(self._max_capacity, device=self.device)
         leaves = read_leaves(self._sum_tree, cells).to(tree_dtype(self))
-        maximum, capacity = self.__dict__["_max_priority"], self._max_capacity + excess
+        maximum, capacity = self.__dict__["_max_priority"], len(cells) + excess
 
         def enlarge() -> None:
             self._max_capacity = capacity
