@@ -269,11 +269,17 @@ def test_ctrl_c_ends_the_wait_for_a_section_that_another_process_holds():
     rb = build("shared")
     with forked(lambda: (rb.storage.lock.acquire(), child_says("held"), time.sleep(TIMEOUT))) as child:
         child.wait_for("held")
-        timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))  # waiting in the kernel by then
-        timer.start()
+
+        def interrupt() -> None:
+            while rb.storage.lock._processes.waiting_since is None:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        sender = threading.Thread(target=interrupt)
+        sender.start()
         with pytest.raises(KeyboardInterrupt):
             rb.extend(with_priority(1, NEW))
-        timer.join()
+        sender.join()
         child.kill()
     assert rb.storage.generations.tolist() == [0] * CAPACITY
     rb.extend(with_priority(1, NEW))

@@ -261,3 +261,25 @@ def test_a_child_forked_while_a_thread_is_inside_the_buffer_can_use_it(actors):
         assert child.exit_code() == 0
     actors.other(rb._futures_lock.release)
     assert len(rb) == 0
+
+
+def test_whoever_waits_for_very_long_is_told_which_process_holds_the_lock(monkeypatch):
+    lock = StorageLock()
+    lock.share()
+    with forked(lambda: (lock.acquire(), child_says("held"), time.sleep(TIMEOUT))) as child:
+        child.wait_for("held")
+        assert lock._processes.holder() == child.pid
+        told: list[str] = []
+
+        def tell(message: str, *args: object, **kwargs: object) -> None:
+            told.append(message)
+            child.kill()
+
+        monkeypatch.setattr(process_locks.warnings, "warn", tell)
+        monkeypatch.setattr(process_locks, "_LONG", 0.04)
+        monkeypatch.setattr(process_locks, "_watch", None)
+        with lock:
+            pass
+    assert f"process {child.pid} holds" in told[0]
+    assert "kill it" in told[0]
+    assert lock._processes.holder() is None

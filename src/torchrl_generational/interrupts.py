@@ -53,6 +53,7 @@ class Deferral:
         if not self.depth:
             handler = _signal.getsignal(_NUMBER)
             if handler is not _hold and callable(handler):
+                self._pending = False
                 self._previous = handler
                 _signal.signal(_NUMBER, _hold)
         self.depth += 1
@@ -70,7 +71,7 @@ class Deferral:
         self.depth = max(depth, 0)
         if self.depth:
             return
-        previous, self._previous = self._previous, None
+        previous, self._previous = self._previous, None  # from here on receive() takes note
         if previous is None:
             return
         if _signal.getsignal(_NUMBER) is _hold:
@@ -99,11 +100,12 @@ class Deferral:
                 self.check()
 
     def receive(self, number: int, frame: Any) -> None:
-        """A signal came."""
-        if self.depth and not self._waiting:
+        """A signal came: between the first and the last step of a section, or just before or after."""
+        previous = self._previous
+        if previous is None or (self.depth and not self._waiting):
             self._pending = True
-        elif self._previous is not None:
-            self._previous(number, frame)
+        else:
+            previous(number, frame)
 
     @contextlib.contextmanager
     def let_through(self) -> Iterator[None]:

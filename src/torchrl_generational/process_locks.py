@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import struct
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +27,7 @@ except ImportError:  # Windows
 __all__ = ["KernelLock", "SemaphoreLock", "make_process_lock", "renew_in_forked_children"]
 
 _POLLING = 0.0003  # seconds for which a process asks again before it queues
+_LONG = 30.0  # seconds after which whoever waits is told for whom
 _PATIENCE = 0.1  # seconds until a thread that waits looks whether it was interrupted
 _PAUSE = 0.0005  # seconds between two tries where the kernel refuses to queue
 
@@ -123,6 +126,7 @@ class KernelLock(_ProcessLock):
         self._descriptors: list[int] = []  # others of the same file, for processes being started
         self._passed = 0  # how many of them the process being started has, less one
         self._starting: Any = None  # that process
+        self.waiting_since: float | None = None  # when a thread of this process began to queue; read by the watch
         weakref.finalize(self, os.close, self._file)
         _LOCKS[_identity(self._file)] = self
 
@@ -140,9 +144,12 @@ class KernelLock(_ProcessLock):
                 return
         try:
             deferral.waiting(True)
+            self.waiting_since = time.monotonic()
+            _keep_watch()
             while not self._queue():
                 time.sleep(_PAUSE)
         finally:
+            self.waiting_since = None
             deferral.waiting(False)
 
     def _queue(self) -> bool:
@@ -159,6 +166,14 @@ class KernelLock(_ProcessLock):
 
     def _give(self) -> None:
         fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def holder(self) -> int | None:
+        """The process that holds the lock, where the kernel says so: ``None`` if it is free, or held by this one."""
+        if not sys.platform.startswith("linux"):
+            return None  # other kernels order the fields in another way
+        asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack("hhqqi", fcntl.fcntl(self._file, fcntl.F_GETLK, asked))
+        return None if kind == fcntl.F_UNLCK else pid
 
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is None:
@@ -202,6 +217,39 @@ def _anonymous_file() -> int:
         return os.memfd_create("torchrl-generational-lock")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+#: The thread that looks whether this process waits for a lock suspiciously long. One of a parent is not a child's.
+_watch: threading.Thread | None = None
+
+
+def _keep_watch() -> None:
+    """Has whoever waits for very long told for whom: a process that is stopped keeps its locks."""
+    global _watch
+    if _watch is None or not _watch.is_alive():
+        _watch = threading.Thread(target=_look, name="torchrl-generational-watch", daemon=True)
+        _watch.start()
+
+
+def _look() -> None:
+    told: dict[int, float] = {}
+    while True:
+        time.sleep(_LONG / 4)
+        for lock in list(_LOCKS.values()):
+            since = lock.waiting_since
+            if since is not None and time.monotonic() - since > _LONG and told.get(id(lock)) != since:
+                told[id(lock)] = since
+                _tell(lock.holder())
+
+
+def _tell(holder: int | None) -> None:
+    who = "another process" if holder is None else f"process {holder}"
+    warnings.warn(
+        f"Waiting for {_LONG:.0f} s for the lock of a shared buffer, which {who} holds. If that one is stopped (SIGSTOP, "
+        "a debugger), it keeps the lock: let it go on, or kill it, which gives the lock back.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 class SemaphoreLock(_ProcessLock):
