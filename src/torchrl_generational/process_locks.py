@@ -245,7 +245,7 @@ def _look() -> None:
 def _tell(holder: int | None) -> None:
     who = "another process" if holder is None else f"process {holder}"
     warnings.warn(
-        f"Waiting for {_LONG:.0f} s for the lock of a shared buffer, which {who} holds. If that one is stopped (SIGSTOP, a "
+        f"Waiting for {_LONG:.0f} s for the lock of a shared buffer, which {who} holds. If it is stopped (SIGSTOP, a "
         "debugger), it keeps the lock: let it go on, or kill it, which gives the lock back.",
         RuntimeWarning,
         stacklevel=2,
