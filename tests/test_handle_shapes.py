@@ -30,7 +30,7 @@ def grid(shape=(4, 3), inner=(), **kwargs):
 
 
 def by_batch_size(sample, size):
-    sample = sample.copy()
+    sample = TensorDict(dict(sample.items()), sample.batch_size)  # a lazy stack keeps its size
     sample.batch_size = size
     return sample
 
