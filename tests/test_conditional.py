@@ -244,7 +244,9 @@ def test_a_number_is_the_priority_of_every_row(priority):
         lambda index, generation: (index.reshape(2, 3), generation.reshape(2, 3)),
         lambda index, generation: (index.tolist(), generation.tolist()),
         lambda index, generation: (index.numpy(), generation.numpy()),
-        lambda index, generation: (index.int(), generation.int()),
+        lambda index, generation: (index.int(), generation),
+        lambda index, generation: (index.to(torch.uint64), generation),
+        lambda index, generation: (index.numpy().astype(np.uint64), generation.numpy()),
     ],
 )
 def test_an_index_comes_in_every_form_that_a_sample_can_carry(form):

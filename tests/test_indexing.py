@@ -14,8 +14,8 @@ CELLS = torch.tensor([[1, 2], [0, 0], [3, 1]])  # of a space (4, 3): cells 5, 0,
 STAMPS = torch.tensor([7, 8, 9])
 
 
-def handles(index, generation, space):
-    found = normalise_handles(index, generation, space, CPU)
+def handles(index, generation, space, inner=0):
+    found = normalise_handles(index, generation, space, CPU, inner=inner)
     return found.rows.tolist(), found.cells.tolist(), found.generation.tolist(), tuple(found.shape)
 
 
@@ -60,7 +60,11 @@ def test_handles_expanded_over_a_stored_trajectory_repeat():
     index, generation = ROWS[:, None].expand(3, 2), STAMPS[:, None].expand(3, 2)
     expected = ([3, 3, 0, 0, 3, 3], [3, 3, 0, 0, 3, 3], [7, 7, 8, 8, 9, 9], (3, 2))
     assert handles(index, generation, (4,)) == expected
-    assert handles(ROWS, generation, (4,)) == expected
+    assert handles(ROWS, generation, (4,), inner=1) == expected
+    with pytest.raises(ValueError, match=r"rows of shape \(3,\) but generation has shape \(3, 2\)"):
+        handles(ROWS, generation, (4,))
+    with pytest.raises(ValueError, match=r"rows of shape \(3,\) but generation has shape \(3, 2\)"):
+        handles(ROWS, generation + torch.arange(2), (4,), inner=1)
 
 
 def test_a_single_handle_needs_no_batch():
@@ -88,7 +92,7 @@ def test_coordinates_whose_stamps_look_like_a_flat_index_are_refused_unless_give
     index, generation = torch.tensor([[1, 2], [0, 0]]), torch.zeros(2, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="could mean rows or flat cells"):
         normalise_handles(index, generation, (4, 3), CPU)
-    assert handles(tuple(index.unbind(-1)), generation, (4, 3))[1] == [5, 5, 0, 0]
+    assert handles(tuple(index.unbind(-1)), generation, (4, 3), inner=1)[1] == [5, 5, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_coordinates_whose_stamps_look_like_a_flat_index_are_refused_unless_give
         (CELLS[:, [0, 1, 1]], STAMPS, (4, 3), ValueError, "could mean rows or flat cells"),
         (ROWS.float(), STAMPS, (4,), TypeError, "index must hold integers, got a tensor of torch.float32"),
         (ROWS > 0, STAMPS, (4,), TypeError, "index must hold integers, got a tensor of torch.bool"),
-        (ROWS, STAMPS.double(), (4,), TypeError, "generation must hold integers, got a tensor of torch.float64"),
+        (ROWS, STAMPS.double(), (4,), TypeError, "generation must hold integers of dtype int64, got a tensor of torch.float64"),
         (np.array([0.5]), STAMPS, (4,), TypeError, "index must hold integers, got ndarray of float64"),
         (None, STAMPS, (4,), TypeError, "index must hold integers"),
         (ROWS, [[1], [1, 2]], (4,), TypeError, "generation must hold integers of one shape"),

@@ -65,11 +65,14 @@ def test_what_is_no_real_number_is_refused(bad):
     ],
 )
 def test_shapes_that_fit_the_handles(given, handles, expected):
-    assert match_shape(torch.zeros(given), torch.Size(handles)).shape == expected
+    assert match_shape(torch.zeros(given), torch.Size(handles), repeats=lambda dim: True).shape == expected
 
 
 def test_a_priority_per_trajectory_is_repeated_over_its_steps():
-    assert match_shape(torch.tensor([1.0, 2.0]), torch.Size([2, 3])).tolist() == [1, 1, 1, 2, 2, 2]
+    given = torch.tensor([1.0, 2.0])
+    assert match_shape(given, torch.Size([2, 3]), lambda dim: dim == 1).tolist() == [1, 1, 1, 2, 2, 2]
+    with pytest.raises(ValueError, match="priority has shape"):
+        match_shape(given, torch.Size([2, 3]), lambda dim: False)  # three records each
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_a_priority_per_trajectory_is_repeated_over_its_steps():
 )
 def test_shapes_that_do_not_fit_are_refused(given, handles):
     with pytest.raises(ValueError, match="priority has shape .* but the handles have shape"):
-        match_shape(torch.ones(given), torch.Size(handles))
+        match_shape(torch.ones(given), torch.Size(handles), lambda dim: True)
 
 
 @pytest.mark.parametrize(("priority", "alpha"), [(1e38, 1.0), (1e20, 2.0), (1e200, 5.0)])

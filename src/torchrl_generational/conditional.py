@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.arrays import array_of, index_array
-from torchrl_generational.indexing import as_int64, normalise_handles
+from torchrl_generational.indexing import as_generation, as_int64, normalise_handles, repeats_from
 from torchrl_generational.leaves import checked_array, checked_priority, store_arrays
 from torchrl_generational.priorities import match_shape
 from torchrl_generational.result import UpdateResult
@@ -48,7 +48,8 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         Args:
             index: as the sample carries it: int64 ``[...]``; or for a storage of ``n`` dimensions ``[..., n]`` or a
                 tuple of ``n`` coordinate tensors ``[...]``.
-            generation: the sample's ``index_generation``, int64 ``[...]``.
+            generation: the sample's ``index_generation``, int64 ``[...]``, and no other dtype: a stamp that was cast
+                may equal that of another record.
             priority: a number, or real numbers ``[...]`` or ``[..., 1]``: tensor, array or list of any real dtype, on
                 any device. Finite and >= 0, as absolute TD errors are. Raw priorities: the sampler applies
                 ``(p + eps) ** alpha``.
@@ -88,15 +89,18 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         sampler = self._priority_sampler("update_priority_if_present")
         device = storage.slot_generations.device
         # Copies from an accelerator wait for its queue: never under the lock.
-        generation = as_int64("generation", generation, device)
+        generation = as_generation(generation, device)
         if isinstance(index, tuple):
             index = tuple(as_int64("index", part, device) for part in index)
         else:
             index = as_int64("index", index, device)
         values = checked_priority(sampler, priority)
         # the index space of a storage never changes once it is written
-        handles = normalise_handles(index, generation, storage.generations.shape, device)
-        values = match_shape(values, handles.shape)
+        inner = int(getattr(storage, "record_ndim", 0))
+        handles = normalise_handles(index, generation, storage.generations.shape, device, inner=inner)
+        shape = handles.shape
+        pairs = handles.generation.reshape(shape), handles.cells.reshape(shape)
+        values = match_shape(values, shape, lambda dim: repeats_from(pairs, dim, inner))
         with self._exclusive():
             if storage is not self._storage or sampler is not self._priority_sampler("update_priority_if_present"):
                 # exchanged since they were looked up: begin again
@@ -238,7 +242,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             return self.update_priority_if_present(index=index, generation=generation, priority=patch[PRIORITY])
         storage = self._written_storage("update_if_present")
         device = storage.slot_generations.device
-        generation = as_int64("generation", generation, device)
+        generation = as_generation(generation, device)
         shape = generation.shape
         space = storage.generations.shape
         first: Any = None  # where a stored trajectory has its one handle
@@ -246,6 +250,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             # TorchRL's documented form here: dim-0 rows
             handles = normalise_handles(index, generation, space[:1], device)
             index, flat_generation = handles.rows, handles.generation
+            _check_patch(storage, patch, shape, 1)
         else:
             if not isinstance(index, tuple):
                 index = as_int64("index", index, device)
@@ -264,7 +269,8 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                         "sample's as it carries them. Nothing was updated."
                     )
                 index, generation = index[first], generation[first]
-            handles = normalise_handles(index, generation, space, device)
+            handles = normalise_handles(index, generation, space, device, inner=inner)
+            _check_patch(storage, patch, handles.shape, len(space))
             flat_generation = handles.generation
             index = handles.cells
             if len(space) > 1:
@@ -340,6 +346,27 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             stats["conditional_updated"] = updated
             stats["conditional_stale"] = self._conditional_rows - updated - rejected
         return stats
+
+
+def _check_patch(storage: Any, patch: Any, shape: torch.Size, ndim: int) -> None:
+    """Refuses values that are not one per handle, in the handles' order, which TorchRL would bring into it.
+
+    Args:
+        storage: what is patched.
+        patch: its fields, of which those that are not stored are left to TorchRL to refuse.
+        shape: that of the handles; dimensions of size 1 do not count.
+        ndim: how many dimensions of the storage a handle names a place in.
+    """
+    for key, value in patch.items(True, True) if is_tensor_collection(patch) else patch.items():
+        stored = storage._storage.get(key, None) if is_tensor_collection(storage._storage) else None
+        if isinstance(stored, torch.Tensor):
+            expected, came = (*shape, *stored.shape[ndim:]), np.shape(value)
+            if [size for size in came if size != 1] != [size for size in expected if size != 1]:
+                raise ValueError(
+                    f"shape mismatch for patch key {key!r}: got {tuple(came)}, expected {tuple(expected)}, handles of "
+                    f"shape {tuple(shape)} and then the field. Nothing was updated. Pass one value per handle, in the "
+                    "shape of the handles."
+                )
 
 
 def _repeats_handles(storage: Any, patch: Any, ndim: int) -> bool:

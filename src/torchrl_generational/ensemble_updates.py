@@ -15,8 +15,9 @@ from torchrl.data.replay_buffers.utils import _reduce
 from torchrl_generational.arrays import index_array
 from torchrl_generational.conditional import PRIORITY
 from torchrl_generational.generations import GENERATION_KEY
-from torchrl_generational.indexing import as_int64, normalise_handles
+from torchrl_generational.indexing import as_generation, as_int64, normalise_handles, repeats_from
 from torchrl_generational.leaves import checked_array, checked_priority
+from torchrl_generational.matching import as_sample, rows_of_errors
 from torchrl_generational.priorities import as_priority, match_shape
 from torchrl_generational.repeats import once_each, per_handle
 from torchrl_generational.result import UpdateResult
@@ -105,8 +106,14 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
         """
         index, buffer_ids = _split(index, buffer_ids)
         device = self._common_device()
-        generation = as_int64("generation", generation, device)
-        values = match_shape(as_priority(priority, dtype=torch.float64, device=device), generation.shape)
+        generation = as_generation(generation, device)
+        inner = max(_inner(rb.storage) for rb in self._rbs)
+
+        def repeats(dim: int) -> bool:
+            parts = [as_int64("index", part, device) for part in (index if isinstance(index, tuple) else (index,))]
+            return repeats_from([generation, as_int64("buffer_ids", buffer_ids, device), *parts], dim, inner)
+
+        values = match_shape(as_priority(priority, dtype=torch.float64, device=device), generation.shape, repeats)
         return self._update(index, buffer_ids, generation, values)
 
     def update_tensordict_priority_if_present(self, data: TensorDictBase) -> UpdateResult:
@@ -116,44 +123,39 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
         is more than one number per record is reduced by the ``reduction`` of the member's sampler.
 
         Args:
-            data: a sample of this ensemble, or any part or reshaping of one, with the priority entry set.
+            data: a sample of this ensemble, or any part or reshaping of one, with the priority entry set; also as a
+                dict. Its batch size plays no part: the entries say which TD error is of which record.
 
         Returns:
-            An :class:`UpdateResult` with masks of the sample's batch shape (its leading dimensions, where each record
-            is a trajectory).
+            An :class:`UpdateResult` with masks of the shape of ``index_generation``, which is the sample's batch shape
+            (its leading dimensions, where each record is a trajectory).
 
         Raises:
             KeyError: if an entry is missing.
+            ValueError: if the priority entry does not begin with the shape of the handles, or the entries of handles
+                do not belong together.
             TypeError, ValueError, IndexError, RuntimeError: as :meth:`update_priority_if_present`.
         """
-        keys = (("index", "buffer_ids"), ("index", "index"), GENERATION_KEY)
-        handles = [self._entry(data, key) for key in keys]
-        shape, device = data.batch_size, self._common_device()
-        ids, index, generation = handles
-        if not ids.shape == index.shape[: len(shape)] == generation.shape == shape:
-            raise ValueError(
-                f"The data has batch size {tuple(shape)}, and the handles in it have shapes "
-                f"{[tuple(handle.shape) for handle in handles]}. Give it one handle per row, as a sample carries them."
-            )
-        whole = len(shape) - max(int(getattr(rb.storage, "record_ndim", 0)) for rb in self._rbs)
-        repeated = whole < len(shape)  # trajectories stored as records repeat their handle over their own dimensions
-        if repeated and whole > 0 and shape[whole:].numel():
-            firsts = [once_each(handle, whole, len(shape)) for handle in handles]
-            rows = [first for first in firsts if first is not None]
-            records = {
-                storage._storage.shape[storage.ndim :] for rb in self._rbs if (storage := rb.storage).initialized
-            }
-            if len(rows) == len(firsts) and records == {shape[whole:]}:  # all steps of one in each row
-                (ids, index, generation), shape, repeated = rows, shape[:whole], False
+        data = as_sample(data, f"{type(self).__name__}.update_tensordict_priority_if_present")
+        keys = (GENERATION_KEY, ("index", "index"), ("index", "buffer_ids"))
+        stamps, index, ids = (self._entry(data, key) for key in keys)
+        device = self._common_device()
+        generation = as_generation(stamps, device)
         priority = self._entry(data, self.priority_key)
-        values = as_priority(priority, dtype=torch.float64, device=device, name=str(self.priority_key))
-        if shape.numel() and not values.numel():
-            raise ValueError(
-                f"The entry {self.priority_key!r} has shape {tuple(priority.shape)}: no TD error for any row. Nothing "
-                "was updated."
-            )
-        values = values.reshape(shape.numel(), -1) if values.numel() else values.reshape(0, 1)
-        return self._update(index, ids, as_int64("generation", generation, device), values, repeated=repeated)
+        stored = [rb.storage for rb in self._rbs]
+        # a row that is all of a trajectory can be told where all members keep trajectories of one shape
+        trajectories = {storage._storage.shape[storage.ndim :] for storage in stored if _inner(storage)}
+        rows = rows_of_errors(
+            as_priority(priority, dtype=torch.float64, device=device, name=str(self.priority_key)),
+            [generation, as_int64("index", index, device), as_int64("buffer_ids", ids, device)],
+            [str(key) for key in (self.priority_key, *keys)],
+            inner=max(map(_inner, stored)),
+            trajectories=trajectories if len(trajectories) == 1 else (),
+            ndims={storage.ndim for storage in stored},
+        )
+        (generation, index, ids), count = rows.handles, rows.shape.numel()
+        values = rows.errors.reshape(count, -1) if count else rows.errors.reshape(0, 1)
+        return self._update(index, ids, generation, values, repeated=rows.apart)
 
     def _entry(self, data: TensorDictBase, key: Any) -> torch.Tensor:
         try:
@@ -183,7 +185,8 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
         index, buffer_ids = _split(index, None)
         device = self._common_device()
         written = torch.zeros_like(as_int64("buffer_ids", buffer_ids, device))
-        values = match_shape(as_priority(priority, dtype=torch.float64, device=device), written.shape)
+        values = as_priority(priority, dtype=torch.float64, device=device)
+        values = match_shape(values, written.shape, lambda dim: repeats_from([written], dim, 0))
         for route in self._routes(index, buffer_ids, written, values, "update_priority"):
             route.member.update_priority(route.places, route.priority)
 
@@ -195,7 +198,7 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
         stamps = generation.reshape(-1)
         for route in self._routes(index, buffer_ids, generation, values, "update_priority_if_present"):
             own, priority = stamps[route.rows], route.priority
-            if repeated and priority.ndim and getattr(route.member.storage, "record_ndim", 0):
+            if repeated and priority.ndim and _inner(route.member.storage):
                 priority = per_handle(route.places, own, priority, route.member._drawing_sampler().reduction)
             result = route.member.update_priority_if_present(index=route.places, generation=own, priority=priority)
             updated[route.rows] = result.updated_mask.to(updated.device)
@@ -221,7 +224,7 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
             places = _plain_places(index, rows, shape, space)
             if places is None:
                 stamps = torch.where(mine, generation.reshape(-1), NEVER_WRITTEN).reshape(shape)
-                places = normalise_handles(index, stamps, space, device).cells[rows]
+                places = normalise_handles(index, stamps, space, device, inner=_inner(storage)).cells[rows]
                 if len(space) > 1:
                     places = torch.stack(torch.unravel_index(places, space), -1)
             priority = _plain_priority(sampler, values, rows)
@@ -300,11 +303,11 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
         if isinstance(patch, dict) and PRIORITY in patch:  # submitted, see above
             return self.update_priority_if_present(index=index, generation=generation, priority=patch[PRIORITY])
         self._ready()
-        generation = torch.as_tensor(generation)
+        generation = as_generation(generation)
         shape = generation.shape
         if isinstance(index, TensorDictBase):
             ids, places = index.get("buffer_ids"), index.get("index")
-            inner = min(int(getattr(rb.storage, "record_ndim", 0)) for rb in self._rbs)
+            inner = min(_inner(rb.storage) for rb in self._rbs)
             whole = len(shape) - inner
             if inner and whole > 0 and ids.shape == shape and shape[whole:].numel():
                 # the sample's handles: one record, and one value of the patch, for each trajectory
@@ -314,6 +317,11 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
                     if isinstance(patch, TensorDictBase):
                         patch = patch.copy()
                         patch.batch_size = shape[:whole]
+            if generation.shape != ids.shape:
+                raise ValueError(
+                    f"buffer_ids has shape {tuple(ids.shape)} but generation has shape {tuple(shape)}. Nothing was "
+                    "updated. Pass one member per handle, both as the sample carries them."
+                )
             owners = self._owners(ids, ids.shape, ids.device).reshape(ids.shape)
             index = TensorDict({"index": places, "buffer_ids": owners}, owners.shape)
         outcome = super().update_if_present(index=index, generation=generation, patch=patch, **comparison)
@@ -332,6 +340,11 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
         for key in ("conditional_updated", "conditional_stale"):
             stats[key] = sum(member[key] for member in members)
         return stats
+
+
+def _inner(storage: Any) -> int:
+    """Dimensions of one record: 1 where each slot stores a trajectory."""
+    return int(getattr(storage, "record_ndim", 0))
 
 
 class _Route(NamedTuple):

@@ -152,7 +152,12 @@ class SlotGenerations(WrittenStamps):
 
         Returns:
             bool tensor of that shape: the stamp is one that a record can have, and it is the row's stamp now.
+
+        Raises:
+            TypeError: if ``generation`` is not int64: a stamp that was cast may equal that of another record.
         """
+        if generation.dtype != torch.int64:
+            raise TypeError(f"generation must be int64, got a tensor of {generation.dtype}. Do not cast stamps.")
         if self._array is not None:
             return torch.from_numpy(self._live(rows.numpy(), generation.numpy()))
         return (self._values.index_select(0, rows) == generation).logical_and_(generation >= 0)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "Handles",
+    "as_generation",
     "as_int64",
     "as_rows",
     "bounds_of",
@@ -74,7 +75,46 @@ def _not_integers(name: str, came: str) -> str:
     return f"{name} must hold integers, got {came}. Pass it as the sample carries it, without casting."
 
 
-def normalise_handles(index: Any, generation: Any, space: Sequence[int], device: torch.device) -> Handles:
+def as_generation(value: Any, device: torch.device | None = None) -> torch.Tensor:
+    """``value`` as int64 stamps.
+
+    No other dtype is converted, unlike an index: a stamp is 64 bits of which each decides, and one that went through
+    fewer may equal that of another record.
+
+    Raises:
+        TypeError: if it is of another dtype than int64. Python ints have none, and are taken.
+    """
+    if not isinstance(value, torch.Tensor):
+        value = _stamps_from_outside(value)
+    elif value.dtype != torch.int64:
+        raise TypeError(_no_stamps(f"a tensor of {value.dtype}"))
+    result: torch.Tensor = value
+    return result if device in (None, value.device) else result.to(device)
+
+
+def _stamps_from_outside(value: Any) -> torch.Tensor:
+    try:
+        array = np.asarray(value)
+    except ValueError as err:  # ragged lists
+        raise TypeError(f"generation must hold integers of one shape, got {value!r}.") from err
+    if not array.size and isinstance(value, list | tuple):
+        array = array.astype(np.int64)
+    if array.dtype.kind != "i" or array.dtype.itemsize != 8:
+        raise TypeError(_no_stamps(f"{type(value).__name__} of {array.dtype}"))
+    return torch.as_tensor(array.astype(np.int64, copy=False))  # some are big-endian
+
+
+def _no_stamps(came: str) -> str:
+    return (
+        f"generation must hold integers of dtype int64, got {came}. A stamp that was cast may equal that of another "
+        "record. Pass the sample's index_generation without casting it, or as int64 NumPy array where a library has no "
+        "64-bit integers (JAX without jax_enable_x64)."
+    )
+
+
+def normalise_handles(
+    index: Any, generation: Any, space: Sequence[int], device: torch.device, *, inner: int = 0
+) -> Handles:
     """Reads a batch of handles in any form that a sample can carry it.
 
     For an index space of ``n`` dimensions, ``index`` may be a tuple of ``n`` coordinate tensors or an integer tensor
@@ -86,16 +126,17 @@ def normalise_handles(index: Any, generation: Any, space: Sequence[int], device:
 
     Args:
         index: the index, as above; tensors, arrays, lists or ints.
-        generation: the stamps, any shape.
+        generation: the stamps, int64 of any shape.
         space: shape of the storage's index space.
         device: where the result lives.
+        inner: dimensions of one record, where the storage keeps trajectories as records.
 
     Raises:
-        TypeError: if either does not hold integers.
+        TypeError: if the index does not hold integers, or the stamps are not int64.
         ValueError: if the two do not describe the same rows, or the index is ambiguous.
         IndexError: if an index outside the space carries a stamp that a record can have.
     """
-    generation = as_int64("generation", generation, device)
+    generation = as_generation(generation, device)
     shape = generation.shape
     if len(space) == 1 and isinstance(index, torch.Tensor) and index.shape == shape and device.type == "cpu":
         # what a training loop hands in: one pass over it
@@ -106,6 +147,8 @@ def normalise_handles(index: Any, generation: Any, space: Sequence[int], device:
                 rows, generation = rows.reshape(-1), generation.reshape(-1)
             return Handles(rows, rows, generation, shape)
     coordinates = _coordinates(index, shape, len(space), device)
+    if not repeats_from((generation,), coordinates.ndim - 1, inner):
+        raise ValueError(_mismatch(coordinates.shape[:-1], shape))
     expanded = (*coordinates.shape[:-1], *(1,) * (len(shape) + 1 - coordinates.ndim), len(space))
     coordinates = coordinates.reshape(expanded).expand(*shape, len(space)).reshape(-1, len(space))
     generation = generation.reshape(-1)
@@ -146,6 +189,25 @@ def _coordinates(index: Any, shape: torch.Size, ndim: int, device: torch.device)
     if is_coordinates:
         return flat
     raise ValueError(_mismatch(flat.shape[:-1], shape))
+
+
+def repeats_from(handles: Sequence[torch.Tensor], dim: int, inner: int) -> bool:
+    """Whether all rows that differ only in dimensions from ``dim`` on are of one record, by their shape and handles.
+
+    They are where those dimensions have size 1, or repeat the handle of a trajectory stored as one record.
+
+    Args:
+        handles: generations ``[...]`` and what else tells records apart, ``[..., n]`` or the beginning of ``[...]``.
+        dim: a dimension of the generations, which come first.
+        inner: dimensions of one record; 0 where each row is one.
+    """
+    over = handles[0].shape[dim:]
+    if over.numel() == 1:
+        return True
+    places = (slice(None),) * dim + (slice(1),) * len(over)
+    if not inner or not over.numel():
+        return False
+    return all(bool((handle == handle[places[: handle.ndim]]).all()) for handle in handles)
 
 
 def _begins(start: Sequence[int], shape: Sequence[int]) -> bool:

@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 _SMALLEST = 1e-30  # nowhere near what float32 rounds to zero
+_ROUNDED = 1 + 1e-5  # above what float32 makes of a number in a few operations
 
 
 def checked_priority(sampler: Any, priority: Any, *, name: str = "priority") -> torch.Tensor:
@@ -98,6 +99,9 @@ def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority:
     if float(priority.max()) > _known_maximum(sampler):
         (cells, priority), sampler._max_priority = _raised_maximum(sampler, cells, priority)
     PrioritizedSampler.update_priority(sampler, cells, priority)
+    maximum = sampler._max_priority[0]
+    if maximum is not None and not _is_positive(sampler, maximum):
+        sampler._max_priority = (None, None)
 
 
 def store_arrays(sampler: PrioritizedSampler, cells: Any, priority: Any, highest: float) -> None:
@@ -155,7 +159,21 @@ def _leaf_of(priority: float, eps: float, alpha: float, dtype: torch.dtype) -> A
 
 def _known_maximum(sampler: PrioritizedSampler) -> float:
     maximum = sampler._max_priority[0]
-    return -1.0 if maximum is None else float(maximum)
+    return 0.0 if maximum is None else float(maximum)
+
+
+def _is_positive(sampler: PrioritizedSampler, priority: Any) -> bool:
+    """Whether a record that was born at ``priority`` would be drawn any more often than one of priority zero."""
+    eps, alpha = float(sampler._eps), float(sampler._alpha)
+    if alpha == 0:
+        return float(priority) > 0
+    return _above_zero(sampler, _leaf_of.__wrapped__(float(priority), eps, alpha, tree_dtype(sampler)))
+
+
+def _above_zero(sampler: PrioritizedSampler, leaf: Any) -> bool:
+    """Whether ``leaf`` is that of a positive priority, however the one of zero was rounded when alpha changed."""
+    zero = _leaf_of(0.0, float(sampler._eps), float(sampler._alpha), tree_dtype(sampler))
+    return float(leaf) > float(zero) * _ROUNDED
 
 
 def _raised_maximum(
@@ -170,7 +188,7 @@ def _raised_maximum(
         cells, priority = cells[keep], priority[keep]
     maximum: tuple[Any, Any] = sampler._max_priority
     highest, row = priority.max(0)
-    if float(highest) > _known_maximum(sampler):
+    if float(highest) > _known_maximum(sampler) and _is_positive(sampler, highest):
         maximum = highest, cells[row].clone()  # not a view of the caller's index
     return (cells, priority), maximum
 
@@ -179,12 +197,13 @@ def forget(sampler: PrioritizedSampler, cells: torch.Tensor) -> None:
     """Has ``cells``, int64 ``[M]``, not drawn: they hold no record. The caller holds the storage's lock."""
     write_leaves(sampler, cells, torch.zeros(cells.shape, dtype=tree_dtype(sampler), device=cells.device))
     where = sampler._max_priority[1]
-    if sampler._max_priority_within_buffer and where is not None and bool((cells == where).any()):
+    tracked = sampler._max_priority_within_buffer and sampler._alpha != 0 and where is not None
+    if tracked and bool((cells == where).any()):
         sampler._max_priority = largest_but(sampler)
 
 
 def largest_but(sampler: PrioritizedSampler, cells: torch.Tensor | None = None) -> tuple[Any, Any]:
-    """The largest raw priority outside ``cells`` and its cell; two ``None`` where there is no other. O(capacity).
+    """The largest raw priority outside ``cells`` and its cell; two ``None`` where none is positive. O(capacity).
 
     Of several it takes the one that a ring which is just writing ``cells`` will reach last.
     """
@@ -193,7 +212,7 @@ def largest_but(sampler: PrioritizedSampler, cells: torch.Tensor | None = None) 
     if cells is not None:
         leaves[cells] = 0
     highest, cell = leaves.max(0)
-    if highest <= 0:
+    if not _above_zero(sampler, highest):
         return None, None
     if cells is not None:
         alike = (leaves == highest).nonzero()[:, 0]

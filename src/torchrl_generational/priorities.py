@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,11 +68,16 @@ def _refuse_value(values: torch.Tensor, given: torch.Tensor, name: str) -> None:
     )
 
 
-def match_shape(priority: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def match_shape(priority: torch.Tensor, shape: torch.Size, repeats: Callable[[int], bool]) -> torch.Tensor:
     """One priority per handle: a 0-d tensor for all of them, else a flat ``[M]`` tensor.
 
     ``priority`` may be a number, ``shape``, ``shape + [1]``, or the beginning of ``shape`` where handles were
     expanded over the dimensions of a stored trajectory.
+
+    Args:
+        priority: of any shape.
+        shape: that of the handles.
+        repeats: whether the handles are the same all along their dimensions from this one on.
 
     Raises:
         ValueError: for any other shape.
@@ -83,7 +89,7 @@ def match_shape(priority: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         return priority if priority.ndim == 1 else priority.reshape(-1)
     if given == (*shape, 1):
         return priority.reshape(-1)
-    if tuple(shape[: len(given)]) == tuple(given):
+    if tuple(shape[: len(given)]) == tuple(given) and repeats(len(given)):
         return priority.reshape(*given, *(1,) * (len(shape) - len(given))).expand(shape).reshape(-1)
     raise ValueError(
         f"priority has shape {tuple(given)} but the handles have shape {tuple(shape)}. Pass a number, or one priority "

@@ -280,6 +280,10 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
     def _maybe_erase_max_priority(self, index: Any) -> None:
         """Nothing left to do: :meth:`mark_update` looked for the next largest. TorchRL starts again at 1."""
 
+    def _recompute_max_priority_from_tree(self) -> None:
+        if self._alpha != 0:
+            self._max_priority = largest_but(self)
+
     def _cells(self, index: Any, storage: Storage | None) -> tuple[torch.Tensor, bool]:
         """``index`` as flat cells ``[M]``, -1 where the row is to be ignored, and whether there are such rows."""
         cells = as_int64("index", index, self.device)

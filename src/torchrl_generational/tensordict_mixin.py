@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.storages.utils import _collate_id
@@ -16,12 +16,13 @@ from torchrl.envs.transforms import Compose
 from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.incoming import refuse_layout
-from torchrl_generational.indexing import keep_last
+from torchrl_generational.indexing import as_generation, as_int64, keep_last
 from torchrl_generational.leaves import checked_priority
+from torchrl_generational.matching import as_sample, rows_of_errors
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.processes import keeps_priorities
 from torchrl_generational.records import attach, entries_of, gathers, select, shallow
-from torchrl_generational.repeats import once_each, per_anchor, per_handle
+from torchrl_generational.repeats import per_anchor, per_handle
 from torchrl_generational.result import UpdateResult
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.storages import GenerationalStorageMixin
@@ -140,14 +141,17 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         its anchors, with the maximum over each anchor's valid records; rows of an anchor without any count as stale.
 
         Args:
-            data: a sample of this buffer, or any part or reshaping of one, with the priority entry set.
+            data: a sample of this buffer, or any part or reshaping of one, with the priority entry set; also as a dict.
+                Its batch size plays no part: the entries say which TD error is of which record.
 
         Returns:
-            An :class:`UpdateResult` with masks of the sample's batch shape (its leading dimensions, where each record
-            is a trajectory).
+            An :class:`UpdateResult` with masks of the shape of ``index_generation``, which is the sample's batch shape
+            (its leading dimensions, where each record is a trajectory).
 
         Raises:
             KeyError: if one of the three entries is missing.
+            ValueError: if the priority entry does not begin with the shape of the handles, or the two entries of
+                handles do not belong together.
             TypeError, ValueError, IndexError, RuntimeError: as ``update_priority_if_present``.
 
         Example:
@@ -169,34 +173,31 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         method = "update_tensordict_priority_if_present"
         storage = self._written_storage(method)
         sampler = self._priority_sampler(method)
-        anchored = self._sample_unit is not None and "anchor_index" in data
-        names = ("anchor_index", "anchor_generation") if anchored else ("index", GENERATION_KEY)
-        index, generation, priority = (self._entry(data, key, method) for key in (*names, self.priority_key))
-        coordinates = 1 if storage.ndim > 1 else 0
-        while index.ndim > data.ndim + coordinates:
-            index = index[..., 0]
-        while generation.ndim > data.ndim:
-            generation = generation[..., 0]
-        priority = checked_priority(sampler, priority, name=str(self.priority_key))
-        shape, inner = data.batch_size, int(getattr(storage, "record_ndim", 0))
-        whole = data.ndim - inner
-        in_rows: tuple[torch.Tensor, torch.Tensor] | None = None
-        if inner and whole > 0 and shape[whole:].numel():
-            # trajectories stored as records repeat their handle over their own dimensions
-            slots, stamps = once_each(index, whole, data.ndim), once_each(generation, whole, data.ndim)
-            in_rows = None if slots is None or stamps is None else (slots, stamps)
-            if in_rows and shape[whole:] == storage._storage.shape[storage.ndim :]:
-                shape = shape[:whole]  # all steps of one in each row
-        if priority.shape != shape:
-            priority = _reduce(priority.flatten(len(shape)), sampler.reduction, dim=-1)
-        if inner and not anchored and shape == data.batch_size and generation.numel():
-            priority = per_handle(index, generation, priority, sampler.reduction)  # reshaped, or some steps only
-        if in_rows:
-            index, generation = in_rows
-            if priority.ndim > whole:
-                priority = priority.flatten(whole)[..., 0]
+        data = as_sample(data, f"{type(self).__name__}.{method}")
+        anchored = self._sample_unit is not None and data.get("anchor_index", None) is not None
+        names = ["anchor_generation", "anchor_index"] if anchored else [GENERATION_KEY, "index"]
+        stamps, index, errors = (self._entry(data, key, method) for key in (*names, self.priority_key))
+        handles = [as_generation(stamps), as_int64(names[1], index)]
+        valid = data.get("validity_mask", None) if anchored else None
+        if valid is not None:
+            names, handles = [*names, "validity_mask"], [*handles, valid]
+        inner = int(getattr(storage, "record_ndim", 0))
+        rows = rows_of_errors(
+            checked_priority(sampler, errors, name=str(self.priority_key)),
+            handles,
+            [str(self.priority_key), *names],
+            inner=inner,
+            trajectories=(storage._storage.shape[storage.ndim :],) if inner else (),
+            ndims=(storage.ndim,),
+        )
+        (generation, index, *masks), priority = rows.handles, rows.errors
+        priority = _reduce(priority, sampler.reduction, dim=-1) if priority.shape[-1] > 1 else priority.squeeze(-1)
         if anchored:
-            priority, generation = per_anchor(index, generation, priority, data.get("validity_mask", None))
+            priority, generation = per_anchor(index, generation, priority, masks[0] if masks else None)
+        elif rows.apart and generation.numel():
+            priority = per_handle(index, generation, priority, sampler.reduction)  # reshaped, or some steps only
+            if rows.once is not None:
+                (generation, index), priority = rows.once, priority.flatten(generation.ndim - inner)[..., 0]
         return self.update_priority_if_present(index=index, generation=generation, priority=priority)
 
     def _update_entries(self, data: Any) -> UpdateResult | None:
@@ -207,8 +208,6 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             return None
         key = self.priority_key
         index, generation, priority = entries.get("index"), entries.get(GENERATION_KEY), entries.get(key)
-        if not isinstance(generation, torch.Tensor) or generation.ndim != data.ndim:
-            return None
         if getattr(self._storage, "record_ndim", 1):  # what a record is decides what there is one number of
             return None
         return self._update_arrays(index, generation, priority)
@@ -251,7 +250,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                 f"{sorted(map(str, data.keys()))}. Pass a sample of this buffer, with its TD errors under "
                 f"{self.priority_key!r}."
             )
-        entry: torch.Tensor = value
+        entry: torch.Tensor = value.tolist() if is_non_tensor(value) else value
         return entry
 
     def add(self, data: Any) -> Any:

@@ -51,8 +51,11 @@ def double_sums(sampler: Any) -> None:
 
 
 def read_leaves(tree: Any, cells: torch.Tensor) -> torch.Tensor:
-    """Leaves of ``tree``, of the shape of ``cells`` (TorchRL's trees answer one cell with a number)."""
-    return torch.as_tensor(tree[cells]).reshape(cells.shape)
+    """Leaves of ``tree``, of the shape of ``cells``; TorchRL's trees answer one cell with a number."""
+    found = tree[cells]
+    if not isinstance(found, torch.Tensor):  # torch would make float32 of a number
+        found = torch.tensor(found, dtype=torch.float64, device=cells.device)
+    return found.reshape(cells.shape)
 
 
 def write_leaves(sampler: Any, cells: torch.Tensor, leaf: torch.Tensor) -> None:
@@ -221,7 +224,7 @@ class TreeState:
         dtype = tree_dtype(sampler)
         write_leaves(sampler, cells, self.sums.as_subclass(torch.Tensor).to(device=cells.device, dtype=dtype))
         value, cell = self.maximum
-        if value is not None:
+        if value:  # TorchRL's may be zero, which is none
             index = None if cell is None else torch.tensor(cell, device=cells.device)
             sampler._max_priority = (torch.tensor(value, dtype=dtype, device=cells.device), index)
             if self.numbers["_schema_version"] < 1 and sampler._max_priority_within_buffer:
