@@ -20,7 +20,7 @@ from torchrl_generational.carrier import steps_of
 from torchrl_generational.ensemble_checkpoints import EnsembleCheckpoints
 from torchrl_generational.ensemble_draws import Draw, attached, follow_parts, on_first
 from torchrl_generational.ensemble_updates import EnsembleUpdates
-from torchrl_generational.incoming import refuse_layout, refuse_misfits, without_handles
+from torchrl_generational.incoming import refuse_layout
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.tensordict_mixin import GenerationalTensorDictReplayBufferMixin
 
@@ -297,9 +297,9 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
             try:
                 refuse_layout(rb, data[rows], rb.storage.ndim)
                 rb._first_priority(data[rows])
-                if rb.storage.initialized and rb.storage.ndim == 1:
-                    refuse_misfits(rb.storage._storage, without_handles(data[rows]), torch.arange(len(rows)))
-            except (ValueError, RuntimeError) as error:
+                if rb.storage.ndim == 1 and hasattr(rb.storage, "check"):
+                    rb.storage.check(data[rows], len(rows))
+            except (ValueError, RuntimeError, TypeError) as error:
                 raise type(error)(
                     f"{error} Member {number} would be given the rows {rows.tolist()} of the batch, in this order. "
                     "Nothing was written to any member."

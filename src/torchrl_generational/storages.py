@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection
-from torch.utils._pytree import tree_map
+from tensordict import LazyStackedTensorDict, is_tensor_collection
+from torch.utils._pytree import tree_iter, tree_map
 from torchrl.data.replay_buffers.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -24,19 +24,15 @@ from torchrl.data.replay_buffers.storages import (
 
 from torchrl_generational import records
 from torchrl_generational.arrays import index_array
+from torchrl_generational.cursors import advanced, is_plain, plain_cursor, rows_named
 from torchrl_generational.generations import SlotGenerations
-from torchrl_generational.incoming import (
-    last_of_each,
-    names_rows,
-    refuse_misfits,
-    refuse_varying_objects,
-    select,
-    without_handles,
-)
+from torchrl_generational.incoming import last_of_each, names_rows, refuse_varying_objects, select, without_handles
 from torchrl_generational.indexing import as_count, as_rows, rows_written
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
+from torchrl_generational.same_width import apart, as_integers, holds_unindexed
 from torchrl_generational.sharing import SharableStorage
+from torchrl_generational.write_checks import check_first, check_write
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
 
@@ -136,13 +132,17 @@ class GenerationalStorageMixin(SharableStorage):
             self._set_untraced(cursor, data, set_cursor)
             return
         data = without_handles(data)
+        if isinstance(cursor, np.integer):
+            cursor = int(cursor)
         if torch.compiler.is_dynamo_compiling() and isinstance(cursor, torch.Tensor):
             # A traced graph cannot branch on what the cursor holds: it stamps, and torch checks the bounds.
             self._generations.advance(cursor)
             TensorStorage.set(self, cursor, data, set_cursor=set_cursor)  # super() cannot be traced here
             return
         num_rows = self._rows_for(cursor, data)
-        rows = rows_written(cursor, num_rows)
+        if not is_plain(cursor):
+            cursor = plain_cursor(cursor, num_rows)
+        rows = self._rows_of_cells(cursor) if isinstance(cursor, tuple) else rows_written(cursor, num_rows)
         if isinstance(rows, slice | torch.Tensor) and not as_count(rows, num_rows):
             return  # no record; TorchRL forgets which one is the newest then
         known = self.initialized or self.join()
@@ -152,14 +152,15 @@ class GenerationalStorageMixin(SharableStorage):
             if keep is not None:
                 cursor, data, written = cursor[keep], select(data, keep), rows[keep]
         pairs = records.matched(self._storage, data, written) if known and names_rows(cursor) else None
-        if known and pairs is None:
-            refuse_misfits(self._storage, data, cursor)
         if pairs is None:
-            self._refuse_objects(data)
+            data, pairs = self._checked(cursor, data, written, num_rows, exact=set_cursor)
         try:
             self._generations.begin(rows)
             if pairs is None:
+                data, separate = apart(self._storage, data) if advanced(cursor) else (data, ())
                 super().set(cursor, data, set_cursor=set_cursor)
+                for old, new in separate:
+                    old[cursor] = new
             else:
                 if set_cursor:
                     self._set_last_cursor(cursor)
@@ -173,6 +174,59 @@ class GenerationalStorageMixin(SharableStorage):
         self._generations.complete(rows)
         if not known and self._generations.device != torch.device(self._stamp_device()):
             self._generations.to(self._stamp_device())
+
+    def _checked(
+        self, cursor: Any, data: Any, rows: Any, num_rows: int, *, exact: bool
+    ) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]] | None]:
+        """Refuses records that would not be written whole; returns them, and what of them can just be copied.
+
+        Makes the records' memory if these are the first ones.
+        """
+        stored = self._storage if self.initialized else check_first(cursor, data, num_rows)
+        # torch would convert what goes to a slice, and does not once the ring wraps: a writer's records go to either
+        data = check_write(self, stored, cursor, data, exact=exact and isinstance(cursor, slice))
+        self._refuse_objects(data)
+        if not self.initialized:
+            first = data
+            if not isinstance(cursor, int):
+                first = data[0] if is_tensor_collection(data) else tree_map(lambda leaf: leaf[0], data)
+            self._init(first)
+        if advanced(cursor) and isinstance(data, LazyStackedTensorDict) and holds_unindexed(self._storage):
+            data = data.contiguous()
+        pairs = records.matched(self._storage, data, rows) if names_rows(cursor) else None
+        if pairs is None and advanced(cursor):
+            apart(self._storage, data)
+        return data, pairs
+
+    def check(self, data: Any, count: int | None) -> None:
+        """Refuses what :meth:`set` would refuse, whatever rows it goes to; see there. Changes nothing.
+
+        Args:
+            data: records.
+            count: how many; ``None`` for a single one without a dimension for them.
+        """
+        data, cursor = without_handles(data), 0 if count is None else torch.arange(count)
+        if self.initialized or self.join():
+            stored = self._storage
+        else:
+            stored = check_first(cursor, data, self._rows_for(cursor, data))
+        check_write(self, stored, cursor, data)
+        self._refuse_objects(data)
+
+    def _rows_of_cells(self, cursor: tuple[Any, ...]) -> torch.Tensor:
+        """The rows of which a tuple of coordinates names any part."""
+        if not self.initialized and not self.join():
+            raise IndexError(
+                "The first records of a storage cannot go to coordinates, since its shape is not known yet. Nothing "
+                "was written. Write whole rows first."
+            )
+        held = self._storage if is_tensor_collection(self._storage) else next(tree_iter(self._storage))
+        return rows_named(cursor, held.shape)
+
+    def _set_tree_map(self, cursor: Any, data: Any, storage: Any) -> None:
+        if advanced(cursor) and not torch.compiler.is_dynamo_compiling():
+            data, storage = (tree_map(as_integers, part) for part in (data, storage))
+        super()._set_tree_map(cursor, data, storage)
 
     def _refuse_objects(self, data: Any) -> None:
         """Refuses entries that are no tensors, where the storage cannot keep them."""
@@ -267,7 +321,7 @@ class GenerationalStorageMixin(SharableStorage):
                 self.share()
             state: dict[str, Any] = super().__getstate__()
             if not spawning:
-                state["_storage"] = tree_map(unshared, state["_storage"])
+                state["_storage"] = unshared(state["_storage"])
                 state["_generations"] = self._generations.clone()
                 self._without_files(state)
         return state
