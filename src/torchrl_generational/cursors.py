@@ -114,12 +114,13 @@ def rows_named(cursor: Any, shape: Sequence[int], dim: int = 0) -> torch.Tensor:
         cells = numbers[0]
         for size, number in zip(shape[1:], numbers[1:], strict=True):
             cells = cells * size + number
-        if cells.unique().numel() < cells.numel():
+        if torch.unique(cells).numel() < cells.numel():
             raise ValueError(
                 "cursor names a place more than once, and torch does not say which of its records stays. Nothing was "
                 "written. Name each place once, or write them one after the other."
             )
-    return torch.unique(numbers[0])
+    rows: torch.Tensor = torch.unique(numbers[0])
+    return rows
 
 
 def _is_mask(part: Any) -> bool:

@@ -292,11 +292,12 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
         """Refuses what a member would refuse before the first member is written to. All locks held."""
         for number in sorted(set(buffer_ids.tolist())):
             rb, rows = self._rbs[number], (buffer_ids == number).nonzero()[:, 0]
-            if not isinstance(rb, GenerationalTensorDictReplayBufferMixin) or not rb._has_no_transform():
+            if rb._transform is not None and len(rb._transform):
                 continue  # what a transform makes of the rows is not known yet
             try:
-                refuse_layout(rb, data[rows], rb.storage.ndim)
-                rb._first_priority(data[rows])
+                if isinstance(rb, GenerationalTensorDictReplayBufferMixin):
+                    refuse_layout(rb, data[rows], rb.storage.ndim)
+                    rb._first_priority(data[rows])
                 if rb.storage.ndim == 1 and hasattr(rb.storage, "check"):
                     rb.storage.check(data[rows], len(rows))
             except (ValueError, RuntimeError, TypeError) as error:

@@ -1,14 +1,15 @@
-"""Changes of stored fields: checked before the first field changes. The records stay, and so do their stamps."""
+"""Item assignment and changes of fields, checked before anything changes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tensordict import is_tensor_collection
 from torchrl.data.replay_buffers import ReplayBuffer
 
-from torchrl_generational.cursors import plain_cursor
-from torchrl_generational.write_checks import check_fields
+from torchrl_generational.cursors import plain_cursor, rows_named
+from torchrl_generational.write_checks import check_fields, check_write
 
 __all__ = ["FieldUpdates"]
 
@@ -17,7 +18,10 @@ _Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
 
 
 class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
-    """TorchRL's unconditional changes of fields, which change all of what they were given or nothing."""
+    """TorchRL's unconditional changes of fields, which change all of what they were given or nothing.
+
+    The records stay, and so do their stamps.
+    """
 
     def set_at_(self, key: Any, value: Any, index: Any) -> Any:
         """Sets a field of the records at ``index``; see TorchRL's.
@@ -58,3 +62,44 @@ class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         if is_tensor_collection(held):  # others TorchRL refuses itself
             records = storage.get(slice(None))
             check_fields(records, plain_cursor(index, len(records)), fields)
+
+    def _set_field(self, key: Any, value: Any) -> None:
+        """``self[key] = value``. Lock held."""
+        held = self._storage._storage
+        if is_tensor_collection(held) and key in held.keys(True):
+            # TorchRL writes to a copy unless the buffer is full, and then puts the caller's tensor in place
+            self.set_(key, value)
+        elif is_tensor_collection(held) and self._storage._is_full:
+            held[key] = value
+            self._storage._bump_mutation_revision()
+        else:
+            raise KeyError(
+                f"The records have no entry {key!r}, and only a full buffer of tensordicts can be given a new one. "
+                "Nothing was written. Give every record the entry when it is written."
+            )
+
+    def _checked_view(self, index: tuple[Any, ...], value: Any) -> tuple[Any, Any, Any, torch.Tensor]:
+        """The records that are there, as ``self[:]`` has them; where to write; what; and the rows of that. Lock held.
+
+        Raises:
+            TypeError, ValueError, RuntimeError, IndexError: if ``self[:][index] = value`` would fail, or leave new
+                records with entries of their predecessors.
+        """
+        storage = self._storage
+        if not getattr(storage, "initialized", True):
+            raise RuntimeError("Cannot set records of an empty buffer. Nothing was written. Use add() or extend().")
+        held = storage.get(slice(None))
+        if not isinstance(held, torch.Tensor) and not is_tensor_collection(held):
+            raise TypeError(
+                f"Records of type {type(held).__name__} take no coordinates. Nothing was written. Name whole rows: "
+                "buffer[rows] = records."
+            )
+        index = plain_cursor(index)
+        rows = rows_named(index, held.shape, self.dim_extend)
+        view = held.transpose(0, self.dim_extend) if self.dim_extend else held
+        return view, index, check_write(storage, view, index, value), rows
+
+    def _check_consumed(self, data: Any, count: int | None) -> None:
+        """Refuses what the storage would, before a consuming sampler gives up the slots for it. Lock held."""
+        if self._is_consuming() and self._storage.ndim == 1 and hasattr(self._storage, "check"):
+            self._storage.check(data, count)

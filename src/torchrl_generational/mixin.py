@@ -23,7 +23,7 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl_generational.carrier import follow, steps_of
 from torchrl_generational.checkpoints import CheckedCheckpoints
 from torchrl_generational.conditional import ConditionalUpdates
-from torchrl_generational.cursors import plain_cursor, rows_named
+from torchrl_generational.cursors import plain_cursor
 from torchrl_generational.field_updates import FieldUpdates
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.indexing import as_rows, cells_in, leading_shape, rows_of, rows_written
@@ -33,7 +33,6 @@ from torchrl_generational.processes import SharedByProcesses
 from torchrl_generational.same_width import assign
 from torchrl_generational.sharing import SharableStorage
 from torchrl_generational.whole import rows_drawn_together, whole_records
-from torchrl_generational.write_checks import check_write
 
 __all__ = ["GenerationalReplayBufferMixin"]
 
@@ -244,11 +243,6 @@ class GenerationalReplayBufferMixin(
             index: torch.Tensor = super()._extend(data, update_priority=update_priority)
         return index
 
-    def _check_consumed(self, data: Any, count: int | None) -> None:
-        """Refuses what the storage would, before a consuming sampler gives up the slots for it. Lock held."""
-        if self._is_consuming() and self._storage.ndim == 1 and hasattr(self._storage, "check"):
-            self._storage.check(data, count)
-
     def __setitem__(self, index: Any, value: Any) -> None:
         """Puts new records into slots: their stamps advance, and they get the sampler's default priority."""
         self._ready()
@@ -280,41 +274,6 @@ class GenerationalReplayBufferMixin(
             cells = cells_in(rows, storage.generations.shape)
             for entity in storage._attached_entities:
                 entity.mark_update(cells)
-
-    def _set_field(self, key: Any, value: Any) -> None:
-        """``self[key] = value``. Lock held."""
-        held = self._storage._storage
-        if is_tensor_collection(held) and key in held.keys(True):
-            # TorchRL writes to a copy unless the buffer is full, and then puts the caller's tensor in place
-            self.set_(key, value)
-        elif is_tensor_collection(held) and self._storage._is_full:
-            super().__setitem__(key, value)
-        else:
-            raise KeyError(
-                f"The records have no entry {key!r}, and only a full buffer of tensordicts can be given a new one. "
-                "Nothing was written. Give every record the entry when it is written."
-            )
-
-    def _checked_view(self, index: tuple[Any, ...], value: Any) -> tuple[Any, Any, Any, torch.Tensor]:
-        """The records that are there, as ``self[:]`` has them; where to write; what; and the rows of that. Lock held.
-
-        Raises:
-            TypeError, ValueError, RuntimeError, IndexError: if ``self[:][index] = value`` would fail, or leave new
-                records with entries of their predecessors.
-        """
-        storage = self._storage
-        if not getattr(storage, "initialized", True):
-            raise RuntimeError("Cannot set records of an empty buffer. Nothing was written. Use add() or extend().")
-        held = storage.get(slice(None))
-        if not isinstance(held, torch.Tensor) and not is_tensor_collection(held):
-            raise TypeError(
-                f"Records of type {type(held).__name__} take no coordinates. Nothing was written. Name whole rows: "
-                "buffer[rows] = records."
-            )
-        index = plain_cursor(index)
-        rows = rows_named(index, held.shape, self.dim_extend)
-        view = held.transpose(0, self.dim_extend) if self.dim_extend else held
-        return view, index, check_write(storage, view, index, value), rows
 
     def mark_update(self, index: Any) -> None:
         """Gives the records at ``index`` the sampler's default priority.

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, is_tensor_collection
-from torch.utils._pytree import tree_iter, tree_map
+from tensordict import is_tensor_collection
 from torchrl.data.replay_buffers.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -24,15 +23,15 @@ from torchrl.data.replay_buffers.storages import (
 
 from torchrl_generational import records
 from torchrl_generational.arrays import index_array
-from torchrl_generational.cursors import advanced, is_plain, plain_cursor, rows_named
+from torchrl_generational.checked_writes import CheckedWrites
+from torchrl_generational.cursors import advanced, is_plain, plain_cursor
 from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.incoming import last_of_each, names_rows, refuse_varying_objects, select, without_handles
 from torchrl_generational.indexing import as_count, as_rows, rows_written
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
-from torchrl_generational.same_width import apart, as_integers, holds_unindexed
+from torchrl_generational.same_width import apart
 from torchrl_generational.sharing import SharableStorage
-from torchrl_generational.write_checks import check_first, check_write
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
 
@@ -40,7 +39,7 @@ _METADATA = "storage_metadata.json"  # TorchRL's
 _NOTHING = "never_written"  # in it: saved before the first write
 
 
-class GenerationalStorageMixin(SharableStorage):
+class GenerationalStorageMixin(CheckedWrites, SharableStorage):
     """Adds stamps and the lock that guards them to one of TorchRL's tensor storages.
 
     Attributes:
@@ -174,62 +173,6 @@ class GenerationalStorageMixin(SharableStorage):
         self._generations.complete(rows)
         if not known and self._generations.device != torch.device(self._stamp_device()):
             self._generations.to(self._stamp_device())
-
-    def _checked(
-        self, cursor: Any, data: Any, rows: Any, num_rows: int, *, exact: bool
-    ) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]] | None]:
-        """Refuses records that would not be written whole; returns them, and what of them can just be copied.
-
-        Makes the records' memory if these are the first ones.
-        """
-        stored = self._storage if self.initialized else check_first(cursor, data, num_rows)
-        # torch would convert what goes to a slice, and does not once the ring wraps: a writer's records go to either
-        data = check_write(self, stored, cursor, data, exact=exact and isinstance(cursor, slice))
-        self._refuse_objects(data)
-        if not self.initialized:
-            first = data
-            if not isinstance(cursor, int):
-                first = data[0] if is_tensor_collection(data) else tree_map(lambda leaf: leaf[0], data)
-            self._init(first)
-        if advanced(cursor) and isinstance(data, LazyStackedTensorDict) and holds_unindexed(self._storage):
-            data = data.contiguous()
-        pairs = records.matched(self._storage, data, rows) if names_rows(cursor) else None
-        if pairs is None and advanced(cursor):
-            apart(self._storage, data)
-        return data, pairs
-
-    def check(self, data: Any, count: int | None) -> None:
-        """Refuses what :meth:`set` would refuse, whatever rows it goes to; see there. Changes nothing.
-
-        Args:
-            data: records.
-            count: how many; ``None`` for a single one without a dimension for them.
-        """
-        data, cursor = without_handles(data), 0 if count is None else torch.arange(count)
-        if self.initialized or self.join():
-            stored = self._storage
-        else:
-            stored = check_first(cursor, data, self._rows_for(cursor, data))
-        check_write(self, stored, cursor, data)
-        self._refuse_objects(data)
-
-    def _rows_of_cells(self, cursor: tuple[Any, ...]) -> torch.Tensor:
-        """The rows of which a tuple of coordinates names any part."""
-        if not self.initialized and not self.join():
-            raise IndexError(
-                "The first records of a storage cannot go to coordinates, since its shape is not known yet. Nothing "
-                "was written. Write whole rows first."
-            )
-        held = self._storage if is_tensor_collection(self._storage) else next(tree_iter(self._storage))
-        return rows_named(cursor, held.shape)
-
-    def _set_tree_map(self, cursor: Any, data: Any, storage: Any) -> None:
-        if advanced(cursor) and not torch.compiler.is_dynamo_compiling():
-            data, storage = (tree_map(as_integers, part) for part in (data, storage))
-        super()._set_tree_map(cursor, data, storage)
-
-    def _refuse_objects(self, data: Any) -> None:
-        """Refuses entries that are no tensors, where the storage cannot keep them."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _set_untraced(self, cursor: Any, data: Any, set_cursor: bool) -> None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from numbers import Number
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ def check_write(storage: Any, stored: Any, cursor: Any, data: Any, *, exact: boo
     if isinstance(data, list) and not isinstance(stored, list):
         data = _flip_list(data)
     write = _Write(cursor, exact or advanced(cursor), managed=_managed(storage))
+    if isinstance(data, Number) and is_tensor_collection(stored):  # goes to all entries, whatever their dtypes
+        data = stored[cursor].apply(lambda leaf: torch.full_like(leaf, data))
     if not is_tensor_collection(data):
         tree_map(lambda new, old: _check_entry(write, (), old, new), data, stored)
         return data
@@ -218,7 +221,10 @@ def _check_entry(write: _Write, path: _Path, stored: Any, new: Any, dropped: tup
             if not write.lead and not write.ndim:  # in a pytree
                 write.ndim, write.lead = len(stored.batch_size), region(write.cursor, stored.batch_size)
             _check_records(write, path, stored, new, dropped)
-        else:  # goes to all its entries
+        elif path:
+            raise TypeError(_misfit(path, f"type {type(new).__name__}", "holds a tensordict"))
+        else:  # goes to all entries
+            new = torch.as_tensor(new)  # as tensordict makes it
             for key, old in stored.items():
                 _check_entry(write, (*path, key), old, new, dropped)
         return
@@ -289,11 +295,9 @@ def _lacking(write: _Write, path: _Path, stored: Any) -> Iterator[_Path]:
 def _without(storage: Any, stored: Any, data: Any, write: _Write) -> Any:
     """The data without entries that the storage does not take."""
     unknown = [path for path in write.extra if path not in write.managed]
-    if unknown and not stored.is_locked and isinstance(data, LazyStackedTensorDict):
-        raise ValueError(
-            f"The records of a lazy stack have {_names(unknown)}, which the storage does not have, and cannot bring it "
-            "new ones. Nothing was written. Leave them out, or pass data.contiguous()."
-        )
+    takes = stored is storage._storage and not stored.is_locked and not isinstance(stored, LazyStackedTensorDict)
+    if takes and any(data.get(path, None) is not None for path in unknown):
+        return data.contiguous()  # tensordict has no new entries from a lazy stack
     if unknown and not storage.__dict__.get("_told_of_extra_entries"):
         storage._told_of_extra_entries = True
         warnings.warn(
