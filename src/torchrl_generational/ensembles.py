@@ -20,7 +20,7 @@ from torchrl_generational.carrier import steps_of
 from torchrl_generational.ensemble_checkpoints import EnsembleCheckpoints
 from torchrl_generational.ensemble_draws import Draw, attached, follow_parts, on_first
 from torchrl_generational.ensemble_updates import EnsembleUpdates
-from torchrl_generational.incoming import refuse_layout, refuse_misfits, without_handles
+from torchrl_generational.incoming import refuse_layout
 from torchrl_generational.interrupts import deferral
 from torchrl_generational.locks import Interruptible
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
@@ -291,14 +291,15 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
         """Refuses what a member would refuse before the first member is written to. All locks held."""
         for number in sorted(set(buffer_ids.tolist())):
             rb, rows = self._rbs[number], (buffer_ids == number).nonzero()[:, 0]
-            if not isinstance(rb, GenerationalTensorDictReplayBufferMixin) or not rb._has_no_transform():
+            if rb._transform is not None and len(rb._transform):
                 continue  # what a transform makes of the rows is not known yet
             try:
-                refuse_layout(rb, data[rows], rb.storage.ndim)
-                rb._first_priority(data[rows])
-                if rb.storage.initialized and rb.storage.ndim == 1:
-                    refuse_misfits(rb.storage._storage, without_handles(data[rows]), torch.arange(len(rows)))
-            except (ValueError, RuntimeError) as error:
+                if isinstance(rb, GenerationalTensorDictReplayBufferMixin):
+                    refuse_layout(rb, data[rows], rb.storage.ndim)
+                    rb._first_priority(data[rows])
+                if rb.storage.ndim == 1 and hasattr(rb.storage, "check"):
+                    rb.storage.check(data[rows], len(rows))
+            except (ValueError, RuntimeError, TypeError) as error:
                 raise type(error)(
                     f"{error} Member {number} would be given the rows {rows.tolist()} of the batch, in this order. "
                     "Nothing was written to any member."

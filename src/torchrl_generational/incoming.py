@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, is_tensor_collection, is_tensorclass
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import keep_last
@@ -19,7 +19,6 @@ __all__ = [
     "last_of_each",
     "names_rows",
     "refuse_layout",
-    "refuse_misfits",
     "refuse_varying_objects",
     "select",
     "without_handles",
@@ -56,30 +55,6 @@ def refuse_layout(buffer: Any, data: Any, ndim: int) -> None:
             f"their samples. Give the data batch size {tuple(data.batch_size[:ndim])}, or use "
             "GenerationalReplayBuffer, whose info has the handles."
         )
-
-
-def refuse_misfits(stored: Any, data: Any, cursor: Any) -> None:
-    """Refuses records of which one entry has another shape, before the entries ahead of it are written."""
-    if isinstance(cursor, int) or (isinstance(cursor, torch.Tensor) and cursor.ndim == 0):
-        lead: tuple[int, ...] = ()
-    elif isinstance(cursor, torch.Tensor) and cursor.ndim == 1 and cursor.dtype != torch.bool:
-        lead = (cursor.shape[0],)
-    elif isinstance(cursor, slice) and None not in (cursor.start, cursor.stop) and cursor.step is None:
-        lead = (cursor.stop - cursor.start,)  # of a writer
-    else:
-        return  # other cursors do not come from a writer, and torch checks them itself
-    for name, old, new in _pairs(stored, data):
-        if lead and new.dtype != old.dtype:
-            raise RuntimeError(
-                f"The entry {name!r} has dtype {new.dtype} but the storage holds {old.dtype}. Nothing was written. "
-                "Give every record the dtypes of the first one."
-            )
-        expected = (*lead, *old.shape[1:])
-        if new.shape != expected and not _broadcasts(new.shape, expected):
-            raise RuntimeError(
-                f"The entry {name!r} has shape {tuple(new.shape)} but the storage takes {expected} here. Nothing was "
-                "written. Give every record the shapes of the first one."
-            )
 
 
 def refuse_varying_objects(stored: Any, data: Any) -> None:
@@ -138,26 +113,6 @@ def _as_loaded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_loaded(entry) for entry in value]
     return None if isinstance(value, float) and value != value else value
-
-
-def _pairs(stored: Any, data: Any) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
-    """Stored entries and those about to be written over them, where both are tensors of one name."""
-    if is_tensor_collection(data) and is_tensor_collection(stored) and not isinstance(data, LazyStackedTensorDict):
-        found = [(name, stored.get(name, None), new) for name, new in data.items(True, True)]
-    elif not isinstance(data, list | torch.Tensor) and not is_tensor_collection(data):
-        old_leaves, new_leaves = tree_leaves(stored), tree_leaves(data)
-        if len(old_leaves) != len(new_leaves):
-            return []  # torch refuses another structure itself, before it writes
-        found = [(position, *pair) for position, pair in enumerate(zip(old_leaves, new_leaves, strict=True))]
-    else:
-        return []
-    return [row for row in found if isinstance(row[1], torch.Tensor) and isinstance(row[2], torch.Tensor)]
-
-
-def _broadcasts(shape: torch.Size, expected: tuple[int, ...]) -> bool:
-    if len(shape) > len(expected):
-        return False
-    return all(size in (1, wanted) for size, wanted in zip(shape[::-1], expected[::-1], strict=False))
 
 
 def without_handles(data: Any) -> Any:

@@ -98,6 +98,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
     def add(self, data: Any) -> int | None:
         """Writes one record if it is good enough, and returns its index, else ``None``."""
         ranks = self._ranks(data, ())
+        self._check(data, None)
         slots, _, accepted = self._place(ranks)
         if not slots:
             return None
@@ -110,6 +111,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
     def extend(self, data: TensorDictBase) -> torch.Tensor:
         """Writes the records that are good enough, and returns the index of each, -1 for the others."""
         ranks = self._ranks(data)
+        self._check(data, len(data))
         slots, rows, accepted = self._place(ranks)
         index = torch.full(data.shape, -1, dtype=torch.long, device=data.device)
         if slots:
@@ -119,6 +121,11 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
             self._write(index[rows], data[torch.tensor(rows)], accepted)
         self._mark_update_entities(index)
         return index
+
+    def _check(self, data: Any, count: int | None) -> None:
+        """Refuses what the storage would, before the ranking changes."""
+        if count != 0 and hasattr(self._storage, "check"):
+            self._storage.check(data, count)
 
     def _ranks(self, data: Any, shape: Any = None) -> list[float]:
         """One number per record, checked before anything changes."""

@@ -23,12 +23,15 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl_generational.carrier import follow, steps_of
 from torchrl_generational.checkpoints import CheckedCheckpoints
 from torchrl_generational.conditional import ConditionalUpdates
+from torchrl_generational.cursors import plain_cursor
+from torchrl_generational.field_updates import FieldUpdates
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.indexing import as_rows, cells_in, leading_shape, rows_of, rows_written
 from torchrl_generational.interrupts import run_through
 from torchrl_generational.leaves import forget
 from torchrl_generational.parts import BufferParts
 from torchrl_generational.processes import SharedByProcesses
+from torchrl_generational.same_width import assign
 from torchrl_generational.sharing import SharableStorage
 from torchrl_generational.whole import rows_drawn_together, whole_records
 
@@ -43,7 +46,9 @@ _PLAIN_BUFFERS = (
 )
 
 
-class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheckpoints, ConditionalUpdates):
+class GenerationalReplayBufferMixin(
+    SharedByProcesses, BufferParts, CheckedCheckpoints, ConditionalUpdates, FieldUpdates
+):
     """Adds generations and conditional priority updates to a TorchRL buffer class; stands in front of it.
 
     The storage defaults to :class:`GenerationalLazyTensorStorage` of 1000 records and the writer to the round-robin
@@ -222,6 +227,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
                 self._sampler.add(written)
                 return written
             self._check_rounding(leading_shape(data)[: self._storage.ndim - 1])
+            self._check_consumed(data, None)
             return super()._add(data)
 
     def _extend(self, data: Any, *, update_priority: bool = True) -> torch.Tensor:
@@ -234,6 +240,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
             if len(shape) > self.dim_extend:
                 del shape[self.dim_extend]
             self._check_rounding(shape)
+            self._check_consumed(data, self._get_batch_size(data))
             index: torch.Tensor = super()._extend(data, update_priority=update_priority)
         return index
 
@@ -243,47 +250,31 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         with self._exclusive():
-            if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
-                held = self._storage._storage
-                if is_tensor_collection(held) and index in held.keys(True):
-                    # TorchRL writes to a copy unless the buffer is full, and then puts the caller's tensor in place
-                    super().set_(index, value)
-                else:
-                    super().__setitem__(index, value)
-                return
             storage = self._storage
+            if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
+                self._set_field(index, value)
+                return
             if isinstance(index, tuple):
                 # TorchRL writes this form through a view, past the storage's own set()
-                rows = self._rows_viewed(index)
+                view, index, value, rows = self._checked_view(index, value)
                 generations = storage.slot_generations
                 try:
                     generations.begin(rows)
-                    super().__setitem__(index, value)
+                    assign(view, index, value)
+                    storage._bump_mutation_revision()
                 except BaseException:
                     getattr(storage, "abandon", generations.abandon)(rows)
                     raise
                 generations.complete(rows)
             else:
                 num_rows = storage.slot_generations.num_rows
+                index = plain_cursor(index, num_rows)
                 rows = as_rows(rows_written(index if self.dim_extend == 0 else slice(None), num_rows), num_rows)
                 super().__setitem__(index, value)
             rows = rows[rows < storage._len_along_dim0]
             cells = cells_in(rows, storage.generations.shape)
             for entity in storage._attached_entities:
                 entity.mark_update(cells)
-
-    def _rows_viewed(self, index: tuple[Any, ...]) -> torch.Tensor:
-        """The storage's dim-0 rows that ``self[:][index] = ...`` writes to."""
-        rows = torch.arange(int(self._storage._len_along_dim0))
-        data = self._storage._storage
-        shape = getattr(data, "batch_size", getattr(data, "shape", None))
-        if shape is None:  # a pytree: TorchRL refuses the write, and all its records stay where they are
-            return rows[:0]
-        view = rows.reshape(-1, *[1] * (len(shape) - 1)).expand(-1, *shape[1:])
-        if self.dim_extend > 0:
-            view = view.transpose(0, self.dim_extend)
-        assigned: torch.Tensor = torch.unique(view[index])
-        return assigned
 
     def mark_update(self, index: Any) -> None:
         """Gives the records at ``index`` the sampler's default priority.

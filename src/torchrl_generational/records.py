@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from tensordict import MemoryMappedTensor, TensorDict, is_non_tensor, is_tensor_collection, is_tensorclass
 
+from torchrl_generational.same_width import as_integers
+
 __all__ = ["attach", "copy", "entries_of", "gathers", "matched", "select", "shallow"]
 
 _PLAIN = (torch.Tensor, MemoryMappedTensor)
-_COPIED_BY_INDEX = (
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+_COPIED_BY_INDEX = frozenset(
+    (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    )
 )
 
 
@@ -118,8 +122,6 @@ def matched(stored: Any, data: Any, rows: int | slice | torch.Tensor) -> list[tu
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     if not _match(stored, data, lead, pairs):
         return None
-    if isinstance(rows, torch.Tensor) and any(old.dtype not in _COPIED_BY_INDEX for old, _ in pairs):
-        return None
     return pairs
 
 
@@ -128,6 +130,8 @@ def copy(pairs: list[tuple[torch.Tensor, torch.Tensor]], rows: int | slice | tor
     # not by indexing, which memory-mapped tensors do in Python
     if isinstance(rows, torch.Tensor):
         for old, new in pairs:
+            if old.dtype not in _COPIED_BY_INDEX:
+                old, new = as_integers(old), as_integers(new)
             old.index_copy_(0, rows, new)
     elif isinstance(rows, slice):
         for old, new in pairs:
@@ -145,7 +149,9 @@ def _match(stored: Any, data: Any, lead: tuple[int, ...], pairs: list[tuple[torc
         return True
     held, given = entries_of(stored), entries_of(data)
     if given is not None:
-        return held is not None and all(_match(held.get(key), new, lead, pairs) for key, new in given.items())
+        if held is None or len(held) != len(given):  # one lacks an entry of the other
+            return False
+        return all(_match(held.get(key), new, lead, pairs) for key, new in given.items())
     if type(data) is not type(stored):
         return False
     if type(data) is dict:

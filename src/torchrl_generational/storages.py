@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import is_tensor_collection
-from torch.utils._pytree import tree_map
 from torchrl.data.replay_buffers.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -24,18 +23,14 @@ from torchrl.data.replay_buffers.storages import (
 
 from torchrl_generational import records
 from torchrl_generational.arrays import index_array
+from torchrl_generational.checked_writes import CheckedWrites
+from torchrl_generational.cursors import advanced, is_plain, plain_cursor
 from torchrl_generational.generations import SlotGenerations
-from torchrl_generational.incoming import (
-    last_of_each,
-    names_rows,
-    refuse_misfits,
-    refuse_varying_objects,
-    select,
-    without_handles,
-)
+from torchrl_generational.incoming import last_of_each, names_rows, refuse_varying_objects, select, without_handles
 from torchrl_generational.indexing import as_count, as_rows, rows_written
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
+from torchrl_generational.same_width import apart
 from torchrl_generational.sharing import SharableStorage
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
@@ -44,7 +39,7 @@ _METADATA = "storage_metadata.json"  # TorchRL's
 _NOTHING = "never_written"  # in it: saved before the first write
 
 
-class GenerationalStorageMixin(SharableStorage):
+class GenerationalStorageMixin(CheckedWrites, SharableStorage):
     """Adds stamps and the lock that guards them to one of TorchRL's tensor storages.
 
     Attributes:
@@ -136,13 +131,17 @@ class GenerationalStorageMixin(SharableStorage):
             self._set_untraced(cursor, data, set_cursor)
             return
         data = without_handles(data)
+        if isinstance(cursor, np.integer):
+            cursor = int(cursor)
         if torch.compiler.is_dynamo_compiling() and isinstance(cursor, torch.Tensor):
             # A traced graph cannot branch on what the cursor holds: it stamps, and torch checks the bounds.
             self._generations.advance(cursor)
             TensorStorage.set(self, cursor, data, set_cursor=set_cursor)  # super() cannot be traced here
             return
         num_rows = self._rows_for(cursor, data)
-        rows = rows_written(cursor, num_rows)
+        if not is_plain(cursor):
+            cursor = plain_cursor(cursor, num_rows)
+        rows = self._rows_of_cells(cursor) if isinstance(cursor, tuple) else rows_written(cursor, num_rows)
         if isinstance(rows, slice | torch.Tensor) and not as_count(rows, num_rows):
             return  # no record; TorchRL forgets which one is the newest then
         known = self.initialized or self.join()
@@ -152,14 +151,15 @@ class GenerationalStorageMixin(SharableStorage):
             if keep is not None:
                 cursor, data, written = cursor[keep], select(data, keep), rows[keep]
         pairs = records.matched(self._storage, data, written) if known and names_rows(cursor) else None
-        if known and pairs is None:
-            refuse_misfits(self._storage, data, cursor)
         if pairs is None:
-            self._refuse_objects(data)
+            data, pairs = self._checked(cursor, data, written, num_rows, exact=set_cursor)
         try:
             self._generations.begin(rows)
             if pairs is None:
+                data, separate = apart(self._storage, data) if advanced(cursor) else (data, ())
                 super().set(cursor, data, set_cursor=set_cursor)
+                for old, new in separate:
+                    old[cursor] = new
             else:
                 if set_cursor:
                     self._set_last_cursor(cursor)
@@ -173,9 +173,6 @@ class GenerationalStorageMixin(SharableStorage):
         self._generations.complete(rows)
         if not known and self._generations.device != torch.device(self._stamp_device()):
             self._generations.to(self._stamp_device())
-
-    def _refuse_objects(self, data: Any) -> None:
-        """Refuses entries that are no tensors, where the storage cannot keep them."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _set_untraced(self, cursor: Any, data: Any, set_cursor: bool) -> None:
@@ -267,7 +264,7 @@ class GenerationalStorageMixin(SharableStorage):
                 self.share()
             state: dict[str, Any] = super().__getstate__()
             if not spawning:
-                state["_storage"] = tree_map(unshared, state["_storage"])
+                state["_storage"] = unshared(state["_storage"])
                 state["_generations"] = self._generations.clone()
                 self._without_files(state)
         return state

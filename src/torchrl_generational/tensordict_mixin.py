@@ -270,6 +270,9 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             return torch.zeros((0, self._storage.ndim), dtype=torch.long)
         refuse_layout(self, data, self._storage.ndim - 1)
         priority = self._first_priority(data)
+        keeps = priority is not None and keeps_priorities(self._learners_sampler())
+        if keeps:
+            priority = self._one_each(priority, data.batch_size[: self._storage.ndim - 1])
         with self._exclusive():
             index = self._add(data)
             if index is not None:
@@ -277,10 +280,10 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                     self._set_index_in_td(data, index)
                 if self._follows:
                     self._leave_first_priority(index, priority, 1)
-                elif self._storage.ndim == 1 and (priority is not None or not self._defaults_are_plain()):
+                elif self._storage.ndim == 1 and not self._defaults_are_plain():
                     self._give_first_priority(data, index)
-                elif priority is not None:
-                    self.update_priority(index, self._per_record(priority, index.shape[0]))
+                elif keeps:
+                    self.update_priority(index if self._storage.ndim > 1 else torch.as_tensor([index]), priority)
         return index
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
@@ -367,6 +370,16 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         if priority is not None and keeps_priorities(sampler):
             checked_priority(sampler, priority, name=f"entry {key!r}")
         return priority
+
+    def _one_each(self, priority: Any, shape: torch.Size) -> torch.Tensor:
+        """First priorities of records of this shape, flat, of which each may have several; refused if it has none."""
+        priority = torch.as_tensor(priority)
+        if priority.shape[: len(shape)] != shape or not priority.numel():
+            raise ValueError(
+                f"{self.priority_key!r} has shape {tuple(priority.shape)} for records of shape {tuple(shape)}. Nothing "
+                "was written. Pass one priority or more per record, or leave the entry out."
+            )
+        return self._per_record(priority, shape.numel())
 
     def _per_record(self, priority: torch.Tensor, records: int) -> torch.Tensor:
         """First priorities of records, or of the cells of one row: ``[records]``."""

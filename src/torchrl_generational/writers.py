@@ -166,6 +166,12 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
             result: torch.Tensor = super().extend(data)
             return result
 
+    def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
+        """Writes records to explicit slots without moving the cursor. One that fails is not counted."""
+        with self._moving_last():
+            result: int | torch.Tensor = super().write_at(index, data)
+            return result
+
     @contextlib.contextmanager
     def _moving_last(self) -> Iterator[None]:
         """Moves cursor and count when the records are there, where TorchRL moves them first.
