@@ -241,6 +241,12 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         """
         if isinstance(patch, dict) and PRIORITY in patch:  # submitted, see above
             return self.update_priority_if_present(index=index, generation=generation, priority=patch[PRIORITY])
+        if runs_in_compiled_code():
+            numbers = {"version_key": version_key, "version": version, "require_newer": require_newer}
+            done: UpdateResult = untraced(
+                self.update_if_present, index=index, generation=generation, patch=patch, **numbers
+            )
+            return done
         storage = self._written_storage("update_if_present")
         device = storage.slot_generations.device
         generation = as_int64("generation", generation, device)

@@ -87,7 +87,8 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
 
     @property
     def _mutation_revision(self) -> int | torch.Tensor:
-        return _number(self._mutation_revision_value)
+        revision: int | torch.Tensor = _number(self._mutation_revision_value)
+        return revision
 
     @property
     def _last_cursor_index(self) -> int | torch.Tensor | None:

@@ -23,7 +23,7 @@ _callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 def runs_in_compiled_code() -> bool:
     """Whether Dynamo traces, or would trace, what this thread calls from here on. Not under :func:`untraced`."""
-    return _callback() not in (None, False)
+    return is_traced() or _callback() not in (None, False)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
