@@ -18,6 +18,7 @@ from torchrl_generational.priorities import match_shape
 from torchrl_generational.result import UpdateResult
 from torchrl_generational.samplers import store_checked, stores_arrays
 from torchrl_generational.storages import GenerationalStorageMixin
+from torchrl_generational.tracing import runs_in_compiled_code, untraced
 
 __all__ = ["PRIORITY", "ConditionalUpdates"]
 
@@ -82,7 +83,11 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             ... )
             UpdateResult(num_updated=0, num_stale=4, num_rejected=0, shape=(4,))
         """
-        done = self._update_arrays(index, generation, priority)
+        done: UpdateResult | None
+        if runs_in_compiled_code():
+            done = untraced(self.update_priority_if_present, index=index, generation=generation, priority=priority)
+        else:
+            done = self._update_arrays(index, generation, priority)
         if done is not None:
             return done
         storage = self._written_storage("update_priority_if_present")
@@ -124,7 +129,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         The same comparison and the same writes as on the general road, without its small tensors. ``None``, and
         nothing has changed, where it does not apply or something is wrong.
         """
-        stamps = None if torch.compiler.is_dynamo_compiling() or not self.initialized else array_of(generation)
+        stamps = array_of(generation) if self.initialized else None
         if stamps is None or stamps.dtype != np.int64:
             return None
         with self._exclusive():
@@ -240,6 +245,12 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         """
         if isinstance(patch, dict) and PRIORITY in patch:  # submitted, see above
             return self.update_priority_if_present(index=index, generation=generation, priority=patch[PRIORITY])
+        if runs_in_compiled_code():
+            numbers = {"version_key": version_key, "version": version, "require_newer": require_newer}
+            done: UpdateResult = untraced(
+                self.update_if_present, index=index, generation=generation, patch=patch, **numbers
+            )
+            return done
         storage = self._written_storage("update_if_present")
         device = storage.slot_generations.device
         generation = as_generation(generation, device)

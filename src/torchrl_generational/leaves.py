@@ -14,6 +14,7 @@ from torchrl_generational.arrays import priority_array
 from torchrl_generational.indexing import keep_last
 from torchrl_generational.interrupts import run_through
 from torchrl_generational.priorities import as_priority, just_within, largest_priority
+from torchrl_generational.tracing import is_traced
 from torchrl_generational.trees import on_cpu, read_leaves, tree_dtype, write_arrays, write_leaves
 
 __all__ = [
@@ -68,7 +69,7 @@ class _Limits(NamedTuple):
 
 def _limits_of(sampler: Any) -> _Limits:
     # a stock sampler's exponents may be tensors, which change in place
-    limits = _limits.__wrapped__ if torch.compiler.is_dynamo_compiling() else _limits
+    limits = _limits.__wrapped__ if is_traced() else _limits
     return limits(float(sampler._alpha), float(sampler._eps), sampler._max_capacity, tree_dtype(sampler))
 
 

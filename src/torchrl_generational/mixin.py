@@ -33,6 +33,7 @@ from torchrl_generational.parts import BufferParts
 from torchrl_generational.processes import SharedByProcesses
 from torchrl_generational.same_width import assign
 from torchrl_generational.sharing import SharableStorage
+from torchrl_generational.tracing import is_traced, runs_in_compiled_code, untraced
 from torchrl_generational.whole import rows_drawn_together, whole_records
 
 __all__ = ["GenerationalReplayBufferMixin", "Section"]
@@ -130,8 +131,14 @@ class GenerationalReplayBufferMixin(
             self._lend_lock()
 
     def _exclusive(self) -> Any:
-        """Holds the storage's lock; holds nothing while ``torch.compile`` traces, which cannot."""
-        return contextlib.nullcontext() if torch.compiler.is_dynamo_compiling() else Section(self)
+        """Holds the storage's lock. Traced code cannot: its graph ends here, or with ``compilable`` holds nothing."""
+        if is_traced() and self._storage._compilable:
+            return contextlib.nullcontext()
+        return Section(self)
+
+    def _stays_out_of_graphs(self) -> bool:
+        """Whether a method that ``torch.compile`` is about to trace has to be called :func:`untraced` instead."""
+        return runs_in_compiled_code() and not getattr(self.__dict__.get("_storage"), "_compilable", False)
 
     # ---------------------------------------------------------------- sampling
 
@@ -155,6 +162,9 @@ class GenerationalReplayBufferMixin(
 
     @pin_memory_output  # type: ignore[untyped-decorator]
     def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        if self._stays_out_of_graphs():
+            drawn: tuple[Any, dict[str, Any]] = untraced(self._sample, batch_size)
+            return drawn
         with self._exclusive():
             storage = self._storage
             sampler = self._drawing_sampler()
@@ -221,6 +231,8 @@ class GenerationalReplayBufferMixin(
     # ---------------------------------------------------------------- writing
 
     def _add(self, data: Any) -> Any:
+        if self._stays_out_of_graphs():
+            return untraced(self._add, data)
         with self._exclusive():
             if self._storage.ndim == 1 and not self._is_consuming():
                 written = self._writer.add(data)
@@ -231,9 +243,13 @@ class GenerationalReplayBufferMixin(
             return super()._add(data)
 
     def _extend(self, data: Any, *, update_priority: bool = True) -> torch.Tensor:
+        written: torch.Tensor
+        if self._stays_out_of_graphs():
+            written = untraced(self._extend, data, update_priority=update_priority)
+            return written
         with self._exclusive():
             if self._storage.ndim == 1 and not self._is_consuming():
-                written: torch.Tensor = self._writer.extend(data)
+                written = self._writer.extend(data)
                 self._sampler.extend(written)
                 return written
             shape = list(leading_shape(data)[: self._storage.ndim])

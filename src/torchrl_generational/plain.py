@@ -46,7 +46,7 @@ def from_plain(value: Any) -> Any:
     if isinstance(value, dict) and _OBJECTS in value:
         return NonTensorStack(*map(from_plain, value[_OBJECTS]))
     if isinstance(value, dict) and _OBJECT in value:
-        return NonTensorData(value[_OBJECT], batch_size=value["batch_size"])
+        return NonTensorData(data=value[_OBJECT], batch_size=value["batch_size"])
     if isinstance(value, dict) and _ENTRIES in value:
         entries = {key: from_plain(entry) for key, entry in value[_ENTRIES].items()}
         data = TensorDict(entries, value["batch_size"])

@@ -27,6 +27,7 @@ from torchrl_generational.leaves import (
     store_priorities,
 )
 from torchrl_generational.protocols import generations_on
+from torchrl_generational.tracing import runs_in_compiled_code, untraced
 from torchrl_generational.trees import TreeState, double_sums, on_cpu, read_leaves, tree_dtype, write_leaves
 
 __all__ = [
@@ -174,6 +175,9 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             RuntimeError: if the storage is empty.
             ValueError: if it holds more records than the trees.
         """
+        if runs_in_compiled_code():
+            drawn: tuple[Any, dict[str, Any]] = untraced(self.sample, storage, batch_size)
+            return drawn
         generations = generations_on(storage, user=type(self).__name__)
         self.fit(storage)
         num_cells = len(storage)
@@ -209,10 +213,13 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             TypeError: if the index does not hold integers or the priority no real numbers.
             ValueError: if a priority is NaN, infinite, negative or too large, or there is not one per row.
         """
+        if runs_in_compiled_code():
+            untraced(self.update_priority, index, priority, storage=storage)
+            return
         self._follow_device(storage)
         if storage is None or storage.ndim == 1:
             limit = self._max_capacity if storage is None else min(len(storage), self._max_capacity)
-            array = index_array(index, limit) if on_cpu(self) and not torch.compiler.is_dynamo_compiling() else None
+            array = index_array(index, limit) if on_cpu(self) else None
             checked = None if array is None else checked_array(self, priority)
             if array is not None and checked is not None and array.ndim == 1 and checked[0].shape == array.shape:
                 store_arrays(self, array, *checked)
@@ -238,6 +245,9 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Gives the records at ``index`` the default priority, leaving out slots that ``storage`` has not reached."""
+        if runs_in_compiled_code():
+            untraced(self.mark_update, index, storage=storage)
+            return
         if storage is not None and self._takes_defaults(storage):
             limit = len(storage)
             if type(index) is int and 0 <= index < limit:
@@ -274,7 +284,6 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             and type(self).update_priority is GenerationalPrioritizedSampler.update_priority
             and type(self).default_priority is PrioritizedSampler.default_priority
             and len(storage) <= self._max_capacity
-            and not torch.compiler.is_dynamo_compiling()
         )
 
     def _maybe_erase_max_priority(self, index: Any) -> None:

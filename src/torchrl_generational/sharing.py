@@ -25,6 +25,7 @@ from torchrl_generational.counters import SharedCounter
 from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import objects_in
+from torchrl_generational.tracing import is_traced
 
 __all__ = ["SharableStorage"]
 
@@ -47,6 +48,9 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
     _storage: Any
     initialized: bool
     shared_init: bool
+    _len_value: Any = None  # a counter, or with compilable a number
+    _mutation_revision_value: Any
+    _last_cursor_index_value: Any
     # Which directory has the files, from 1; 0 before the first write. Guarded by lock, as the next.
     _published: SharedCounter | None = None
     _begun: SharedCounter | None = None  # 1 since a first write began to make them
@@ -64,6 +68,32 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
                 held = getattr(self, name, None)
                 if not isinstance(held, SharedCounter):
                     setattr(self, name, SharedCounter(unset if held is None else held.value))
+
+    # TorchRL's three numbers. Whenever any thread of the process compiles, it puts a plain one in the counter's place,
+    # and hands out the tensors behind the other two.
+    @property
+    def _len(self) -> int:
+        length: int = self._len_value if self._compilable else self._len_value.value
+        return length
+
+    @_len.setter
+    def _len(self, value: int) -> None:
+        if self._compilable:
+            self._len_value = value
+        elif self._len_value is None:
+            self._len_value = SharedCounter(value)
+        else:
+            self._len_value.value = value
+
+    @property
+    def _mutation_revision(self) -> int | torch.Tensor:
+        revision: int | torch.Tensor = _number(self._mutation_revision_value)
+        return revision
+
+    @property
+    def _last_cursor_index(self) -> int | torch.Tensor | None:
+        row = _number(self._last_cursor_index_value)
+        return None if type(row) is int and row < 0 else row
 
     # TorchRL keeps the cursor of the last write in one process, and the row of the newest record for all.
     @property
@@ -280,6 +310,13 @@ class _FirstWrite:
     def wait(self) -> None:
         while not self.is_set():
             time.sleep(_POLL)
+
+
+def _number(held: Any) -> Any:
+    """What a counter holds, or a tensor in the place of one; the tensor itself while it is traced."""
+    if isinstance(held, torch.Tensor):
+        return held if is_traced() else int(held)
+    return held.value
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:

@@ -32,6 +32,7 @@ from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
 from torchrl_generational.same_width import apart
 from torchrl_generational.sharing import SharableStorage
+from torchrl_generational.tracing import is_traced
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
 
@@ -127,13 +128,13 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
             IndexError: if a row lies outside the storage; nothing has changed then.
             RuntimeError: if an entry has another shape than those stored; nothing has changed then.
         """
-        if torch.compiler.is_dynamo_compiling() and not self._compilable:
+        if is_traced() and not self._compilable:
             self._set_untraced(cursor, data, set_cursor)
             return
         data = without_handles(data)
         if isinstance(cursor, np.integer):
             cursor = int(cursor)
-        if torch.compiler.is_dynamo_compiling() and isinstance(cursor, torch.Tensor):
+        if is_traced() and isinstance(cursor, torch.Tensor):
             # A traced graph cannot branch on what the cursor holds: it stamps, and torch checks the bounds.
             self._generations.advance(cursor)
             TensorStorage.set(self, cursor, data, set_cursor=set_cursor)  # super() cannot be traced here
@@ -181,7 +182,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
 
     def get(self, index: Any) -> Any:
         """Records at ``index``, in any form that TorchRL's storages accept."""
-        if self.initialized and not torch.compiler.is_dynamo_compiling():
+        if self.initialized and not is_traced():
             lone = type(index) is tuple and len(index) == 1 and isinstance(index[0], torch.Tensor)
             where = index[0] if lone else index
             ndim = len(where) if type(where) is tuple and len(where) == self.ndim else 1
@@ -224,7 +225,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
 
     def _get_new_len(self, data: Any, cursor: Any) -> None:
         """TorchRL counts the records written, before it writes them. See :meth:`reach`."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_traced():
             super()._get_new_len(data, cursor)
 
     def reach(self, rows: int | slice | torch.Tensor) -> None:

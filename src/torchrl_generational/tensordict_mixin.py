@@ -26,6 +26,7 @@ from torchrl_generational.repeats import per_anchor, per_handle
 from torchrl_generational.result import UpdateResult
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.storages import GenerationalStorageMixin
+from torchrl_generational.tracing import runs_in_compiled_code, untraced
 from torchrl_generational.writers import GenerationalTensorDictRoundRobinWriter, GenerationalWriterMixin
 
 __all__ = ["GenerationalTensorDictReplayBufferMixin"]
@@ -83,6 +84,8 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         Raises:
             RuntimeError: if there is nothing to draw.
         """
+        if self._stays_out_of_graphs():
+            return untraced(self.sample, batch_size, return_info, **deprecated)
         own = self._batch_size
         wanted = own if batch_size is None else batch_size
         if wanted is not None and own in (None, wanted) and not deprecated and self.initialized:
@@ -167,7 +170,11 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             >>> rb.update_tensordict_priority_if_present(sample).num_updated
             4
         """
-        done = self._update_entries(data)
+        done: UpdateResult | None
+        if runs_in_compiled_code():
+            done = untraced(self.update_tensordict_priority_if_present, data)
+        else:
+            done = self._update_entries(data)
         if done is not None:
             return done
         method = "update_tensordict_priority_if_present"
@@ -259,6 +266,8 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         Raises:
             ValueError: if the priority entry is NaN, infinite, negative or too large; nothing has been written then.
         """
+        if self._stays_out_of_graphs():
+            return untraced(self.add, data)
         self._ready()
         # User code, possibly slow: before the lock, as in TorchRL.
         if type(data) is TensorDict and self._has_no_transform():
@@ -297,9 +306,13 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             ValueError: if a first priority is NaN, infinite, negative or too large; nothing has been written then.
             RuntimeError: if there is not one first priority per record; nothing has been written then.
         """
+        written: torch.Tensor
+        if self._stays_out_of_graphs():
+            written = untraced(self.extend, tensordicts, update_priority=update_priority)
+            return written
         self._ready()
         if not isinstance(tensordicts, TensorDictBase):
-            written: torch.Tensor = super().extend(tensordicts, update_priority=update_priority)
+            written = super().extend(tensordicts, update_priority=update_priority)
             return written
         if self._has_no_transform():
             tensordicts = shallow(tensordicts) if type(tensordicts) is TensorDict else tensordicts.copy()

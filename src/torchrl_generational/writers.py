@@ -236,13 +236,13 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
     def _is_run(self, data: Any, ndim: int = 1) -> bool:
         return (
-            type(data) in self._plain_records
+            not self._compilable  # whoever traces the frames around this one, or some of them
+            and type(data) in self._plain_records
             and (data.ndim == ndim if type(data) is TensorDict else data.ndim >= ndim)
             and (ndim == 0 or data.shape[0] > 0)
             and data.device in _CPU
             and isinstance(self._storage, GenerationalStorageMixin)
             and self._storage.ndim == 1
-            and not torch.compiler.is_dynamo_compiling()
         )
 
     def _empty(self, empty_write_count: bool = True) -> None:
