@@ -30,6 +30,7 @@ from torchrl_generational.parts import BufferParts
 from torchrl_generational.processes import SharedByProcesses
 from torchrl_generational.sharing import SharableStorage
 from torchrl_generational.whole import rows_drawn_together, whole_records
+from torchrl_generational.write_access import refuse_left_behind
 
 __all__ = ["GenerationalReplayBufferMixin"]
 
@@ -215,6 +216,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
     # ---------------------------------------------------------------- writing
 
     def _add(self, data: Any) -> Any:
+        self._refuse_write()
         with self._exclusive():
             if self._storage.ndim == 1 and not self._is_consuming():
                 written = self._writer.add(data)
@@ -224,6 +226,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
             return super()._add(data)
 
     def _extend(self, data: Any, *, update_priority: bool = True) -> torch.Tensor:
+        self._refuse_write()
         with self._exclusive():
             if self._storage.ndim == 1 and not self._is_consuming():
                 written: torch.Tensor = self._writer.extend(data)
@@ -239,6 +242,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
     def __setitem__(self, index: Any, value: Any) -> None:
         """Puts new records into slots: their stamps advance, and they get the sampler's default priority."""
         self._ready()
+        self._refuse_write()
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         with self._exclusive():
@@ -255,6 +259,8 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
                 # TorchRL writes this form through a view, past the storage's own set()
                 rows = self._rows_viewed(index)
                 generations = storage.slot_generations
+                if isinstance(storage, SharableStorage):
+                    storage._about_to_write()
                 try:
                     generations.begin(rows)
                     super().__setitem__(index, value)
@@ -262,6 +268,8 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
                     getattr(storage, "abandon", generations.abandon)(rows)
                     raise
                 generations.complete(rows)
+                if isinstance(storage, SharableStorage):
+                    storage._wrote()
             else:
                 num_rows = storage.slot_generations.num_rows
                 rows = as_rows(rows_written(index if self.dim_extend == 0 else slice(None), num_rows), num_rows)
@@ -291,6 +299,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
         for the records that are new to it.
         """
         self._ready()
+        self._refuse_write()
         with self._exclusive():
             if not self._follows:
                 super().mark_update(index)
@@ -312,6 +321,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
                 if given.is_floating_point():  # TorchRL makes it float32, whatever the tree's
                     priority = torch.as_tensor(priority, dtype=torch.float64)
         self._ready()
+        self._refuse_write()
         with self._exclusive():
             self._refuse_elsewhere()
             self._catch_up()
@@ -326,6 +336,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Sets the generator that all parts draw from; ``None`` for torch's global one (``torch.manual_seed``)."""
         self._ready()
+        refuse_left_behind(self._replay_lock)
         with self._exclusive():
             super().set_rng(generator)
 
@@ -336,6 +347,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
             empty_write_count: whether the count of written records starts again at 0.
         """
         self._ready()
+        self._refuse_write()
         with self._futures_lock:
             self._drop_prefetched()
             with self._exclusive():

@@ -6,6 +6,7 @@ The storage is the only place where stamps advance: every road by which a slot r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from multiprocessing.context import get_spawning_popen
@@ -141,6 +142,8 @@ class GenerationalStorageMixin(SharableStorage):
             self._generations.advance(cursor)
             TensorStorage.set(self, cursor, data, set_cursor=set_cursor)  # super() cannot be traced here
             return
+        if self.lock.elsewhere or self._writes is not None:
+            self._about_to_write()
         num_rows = self._rows_for(cursor, data)
         rows = rows_written(cursor, num_rows)
         if isinstance(rows, slice | torch.Tensor) and not as_count(rows, num_rows):
@@ -171,6 +174,8 @@ class GenerationalStorageMixin(SharableStorage):
             self.abandon(rows)
             raise
         self._generations.complete(rows)
+        if self._writes is not None:
+            self._wrote()
         if not known and self._generations.device != torch.device(self._stamp_device()):
             self._generations.to(self._stamp_device())
 
@@ -211,14 +216,17 @@ class GenerationalStorageMixin(SharableStorage):
         return torch.from_numpy(np.ravel_multi_index(parts, space))
 
     def _apply_conditional_patch(self, index: torch.Tensor, patch: Any) -> None:
+        self._about_to_write()
         rows = index[:, 0] if index.ndim > 1 else index
         self._generations.mark(rows)
         super()._apply_conditional_patch(index, patch)
         self._generations.complete(rows)
+        self._wrote()
 
     def abandon(self, rows: int | slice | torch.Tensor) -> None:
         """A write to ``rows`` did not end: they hold no record until the next one, and are not drawn."""
         self._generations.abandon(rows)
+        self._wrote()
         reached = int(self._len_along_dim0 or 0)
         torn = as_rows(rows, self._generations.num_rows)
         for buffer in self._attached_entities:
@@ -256,13 +264,15 @@ class GenerationalStorageMixin(SharableStorage):
         return int(self._max_size_along_dim0(batched_data=data))
 
     def _empty(self) -> None:
+        self._about_to_write()
         self._generations.invalidate()
         super()._empty()
+        self._wrote()
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process being spawned the memory itself; any other copy gets records and stamps of one moment."""
         spawning = get_spawning_popen() is not None
-        with self.lock:
+        with self.lock, contextlib.nullcontext() if spawning else self._of_one_moment():
             if spawning:
                 self.share()
             state: dict[str, Any] = super().__getstate__()
@@ -283,14 +293,16 @@ class GenerationalStorageMixin(SharableStorage):
 
         Entries that are no tensors, which TorchRL leaves out, are in it too.
         """
-        state: dict[str, Any] = super().state_dict()
-        state["_storage"] = unshared(state["_storage"])
+        with self._of_one_moment():
+            state: dict[str, Any] = super().state_dict()
+            state["_storage"] = unshared(state["_storage"])
         if is_tensor_collection(self._storage):
             state[RECORD_OBJECTS] = [[list(key), to_plain(entry)] for key, entry in objects_in(self._storage)]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
+        self._about_to_write()
         if self.initialized and not state_dict["initialized"]:
             self._empty()  # TorchRL leaves the records of before beside the mark that there are none
         else:
@@ -306,13 +318,15 @@ class GenerationalStorageMixin(SharableStorage):
         if self.initialized:
             if self._last_cursor is None:  # never written here: the records are in order
                 self._set_last_cursor(torch.tensor([int(self._len_along_dim0) - 1]))
-            super().dumps(path)
+            with self._of_one_moment():
+                super().dumps(path)
             return
         Path(path).mkdir(exist_ok=True)
         (Path(path) / _METADATA).write_text(json.dumps({"metadata": {}, "is_pytree": False, "len": 0, _NOTHING: True}))
 
     def loads(self, path: str | Path) -> None:
         """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
+        self._about_to_write()
         metadata = Path(path) / _METADATA
         if metadata.exists() and json.loads(metadata.read_text()).get(_NOTHING):
             self._empty()  # TorchRL's storage has no way back to one that knows no shapes
@@ -326,6 +340,7 @@ class GenerationalStorageMixin(SharableStorage):
             # as at a first write; TorchRL leaves the capacity that was asked for, and misjudges when it is full
             self.max_size = max(self.max_size, self._total_shape.numel())
         self._generations.replaced(int(self._len_along_dim0) if self.initialized and len(self) else 0)
+        self._wrote()
         for buffer in self._attached_entities:
             if buffer is not self._loading and hasattr(buffer, "_records_replaced"):
                 buffer._records_replaced()
@@ -379,4 +394,6 @@ class GenerationalLazyMemmapStorage(GenerationalStorageMixin, LazyMemmapStorage)
     def cleanup(self) -> bool:
         """Removes the files, in the process that made the storage; does nothing in others."""
         removed: bool = os.getpid() == self._maker and super().cleanup()
+        if removed and self._folder_lock is not None:
+            self._folder_lock.close()
         return removed

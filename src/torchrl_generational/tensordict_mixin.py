@@ -261,6 +261,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             ValueError: if the priority entry is NaN, infinite, negative or too large; nothing has been written then.
         """
         self._ready()
+        self._refuse_write()
         # User code, possibly slow: before the lock, as in TorchRL.
         if type(data) is TensorDict and self._has_no_transform():
             data = shallow(data)
@@ -296,6 +297,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             RuntimeError: if there is not one first priority per record; nothing has been written then.
         """
         self._ready()
+        self._refuse_write()
         if not isinstance(tensordicts, TensorDictBase):
             written: torch.Tensor = super().extend(tensordicts, update_priority=update_priority)
             return written
