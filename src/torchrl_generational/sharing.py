@@ -203,9 +203,8 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
             return
         needed = self._generations.bytes_to_share()
         if self.initialized:
-            needed += sum(
-                leaf.numel() * leaf.element_size() for leaf in _tensors(self._storage) if not leaf.is_shared()
-            )
+            private = [leaf for leaf in _tensors(self._storage) if not _is_shared(leaf)]
+            needed += sum(leaf.numel() * leaf.element_size() for leaf in private)
         room = os.statvfs(_MEMORY)
         free = room.f_bavail * room.f_frsize
         if needed > free:

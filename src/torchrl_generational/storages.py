@@ -38,6 +38,7 @@ from torchrl_generational.indexing import as_count, as_rows, rows_written
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
 from torchrl_generational.sharing import SharableStorage
+from torchrl_generational.write_access import refuse_write
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
 
@@ -142,8 +143,8 @@ class GenerationalStorageMixin(SharableStorage):
             self._generations.advance(cursor)
             TensorStorage.set(self, cursor, data, set_cursor=set_cursor)  # super() cannot be traced here
             return
-        if self.lock.elsewhere or self._writes is not None:
-            self._about_to_write()
+        if self.lock.elsewhere:
+            refuse_write(self.lock)
         num_rows = self._rows_for(cursor, data)
         rows = rows_written(cursor, num_rows)
         if isinstance(rows, slice | torch.Tensor) and not as_count(rows, num_rows):
@@ -159,6 +160,8 @@ class GenerationalStorageMixin(SharableStorage):
             refuse_misfits(self._storage, data, cursor)
         if pairs is None:
             self._refuse_objects(data)
+        if self._writes is not None:
+            self._about_to_write()
         try:
             self._generations.begin(rows)
             if pairs is None:
