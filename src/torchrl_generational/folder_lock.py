@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import time
 import warnings
@@ -48,7 +49,7 @@ class FolderLock:
         weakref.finalize(self, _close, self._files)
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / IN_USE
-        end = time.monotonic() + _PATIENCE
+        collected, end = False, time.monotonic() + _PATIENCE
         while fcntl is not None and not self._files:
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -69,11 +70,14 @@ class FolderLock:
                         stacklevel=2,
                     )
                     return
-                if time.monotonic() > end:
-                    self.close()
-                    raise _refusal(folder) from None
                 self.close()
-                time.sleep(_PATIENCE / 20)
+                if not collected:
+                    collected = True
+                    gc.collect()  # a buffer and its storage refer to each other: one that was dropped may still be here
+                elif time.monotonic() > end:
+                    raise _refusal(folder) from None
+                else:
+                    time.sleep(_PATIENCE / 20)
 
     def close(self) -> None:
         """Lets go of the folder in this process. Idempotent."""
@@ -105,18 +109,25 @@ def refuse_used_folder(folder: str | Path) -> None:
     Raises:
         RuntimeError: naming the processes.
     """
+    if _is_used(folder):
+        gc.collect()  # as above
+        if _is_used(folder):
+            raise _refusal(folder)
+
+
+def _is_used(folder: str | Path) -> bool:
     try:
         file = os.open(Path(folder) / IN_USE, os.O_RDONLY)
     except OSError:
-        return
+        return False
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _BUSY:
-            raise _refusal(folder) from None
+        return error.errno in _BUSY
     finally:
         os.close(file)
+    return False
 
 
 def _refusal(folder: str | Path) -> RuntimeError:
