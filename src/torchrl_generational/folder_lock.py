@@ -49,7 +49,7 @@ class FolderLock:
         weakref.finalize(self, _close, self._files)
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / IN_USE
-        collected, end = False, time.monotonic() + _PATIENCE
+        end: float | None = None
         while fcntl is not None and not self._files:
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -71,9 +71,9 @@ class FolderLock:
                     )
                     return
                 self.close()
-                if not collected:
-                    collected = True
+                if end is None:
                     gc.collect()  # a buffer and its storage refer to each other: one that was dropped may still be here
+                    end = time.monotonic() + _PATIENCE
                 elif time.monotonic() > end:
                     raise _refusal(folder) from None
                 else:

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from copy import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,9 +120,11 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
         if isinstance(self, LazyMemmapStorage):
             return None if self._scratch_dir_is_temp else self.scratch_dir
         records: Any = self._storage if self.initialized else None
-        mapped = is_tensor_collection(records) and records.is_memmap()
-        path = getattr(records, "saved_path", None) if mapped else None
-        return None if path is None else str(path)
+        for key, leaf in records.items(True, True) if is_tensor_collection(records) else ():
+            if isinstance(leaf, MemoryMappedTensor) and leaf._filename is not None:
+                depth = len(key) if isinstance(key, tuple) else 1
+                return str(Path(leaf._filename).parents[depth - 1])
+        return None
 
     def _claim_folder(self) -> None:
         """Takes the lock of the folder that was asked for. Idempotent."""
@@ -187,6 +190,7 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
                     self._generations.unshare(log)
                 for name, value in before.items():
                     setattr(self, name, value)
+                self._own_counters()  # some records may have moved, where forked children see them
                 raise
 
     def _share_counters(self) -> None:
