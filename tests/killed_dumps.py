@@ -51,9 +51,9 @@ def bring_to(rb: Any, state: int) -> Any:
     return rb
 
 
-def state_in(path: Path, storage: Any) -> set[int]:
+def state_in(path: Path) -> set[int]:
     """The states that the parts of a checkpoint are of, each found by itself."""
-    rb = make(storage)
+    rb = make()
     rb.loads(path)
     held = rb.storage._storage
     stamps = rb.storage.generations
@@ -67,7 +67,10 @@ def state_in(path: Path, storage: Any) -> set[int]:
 
 
 def fork(dump: Any, *, stop_at: int | None = None) -> int:
-    """Runs ``dump`` in a child, which ends at its operation number ``stop_at`` if there is one. Returns its pid."""
+    """Runs ``dump`` in a child, which ends at its operation number ``stop_at`` if there is one. Returns its pid.
+
+    The child stands for the process that made the buffer, which goes on as if it had been started again.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -84,6 +87,11 @@ def fork(dump: Any, *, stop_at: int | None = None) -> int:
         sys.addaudithook(count)
     dump()
     os._exit(0)
+
+
+def dump_as_maker(rb: Any, path: Path) -> None:
+    rb.storage.lock.elsewhere = False
+    rb.dumps(path)
 
 
 def run(mode: str, kills: int, path: Path, in_place: bool) -> dict[str, int]:
@@ -107,7 +115,7 @@ def run(mode: str, kills: int, path: Path, in_place: bool) -> dict[str, int]:
         rb.set_rng(torch.Generator().manual_seed(0) if (state + 1) % 2 else None)
         start = time.perf_counter()
         whole = mode == "random" and attempt <= 5  # to learn how long a dump takes
-        pid = fork(lambda: rb.dumps(path), stop_at=attempt if mode == "every" else None)
+        pid = fork(lambda: dump_as_maker(rb, path), stop_at=attempt if mode == "every" else None)
         if mode == "random" and not whole:
             time.sleep(chance.random() * sorted(lengths)[2])
             os.kill(pid, signal.SIGKILL)
@@ -115,7 +123,7 @@ def run(mode: str, kills: int, path: Path, in_place: bool) -> dict[str, int]:
         if whole:
             lengths.append(time.perf_counter() - start)
         try:
-            found = state_in(path, storage())
+            found = state_in(path)
         except (ValueError, FileNotFoundError):
             outcome = "refused"
         else:
@@ -125,7 +133,7 @@ def run(mode: str, kills: int, path: Path, in_place: bool) -> dict[str, int]:
         outcomes[outcome] += not whole
         if outcome in ("old", "refused"):  # as a user would: try again
             rb.dumps(path)
-            if state_in(path, storage()) != {state + 1}:
+            if state_in(path) != {state + 1}:
                 outcomes["mixed"] += 1
         state += 1
         if mode == "every" and os.waitstatus_to_exitcode(status) == 0:

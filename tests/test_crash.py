@@ -264,6 +264,7 @@ def test_a_storage_that_lies_in_its_checkpoint_loads_with_all_handles_stale(tmp_
     sample = rb.sample().set("td_error", torch.full((8,), 50.0))
     rb.dumps(tmp_path)
     rb.extend(records(4, 100))  # after the checkpoint, in its files
+    del rb
     target = prioritized(8, storage=g.GenerationalLazyMemmapStorage(8, scratch_dir=tmp_path / "storage"))
     target.loads(tmp_path)
     assert target.storage._storage["x"].tolist() == [8, 9, 10, 100, 101, 102, 103, 7]

@@ -43,11 +43,18 @@ class ChangeLog:
         self._numbers: np.ndarray[Any, np.dtype[np.int64]] = self._state.numpy()
         self._first: np.ndarray[Any, np.dtype[np.float64]] = self._priorities.numpy()
 
+    @staticmethod
+    def bytes_for(num_rows: int) -> int:
+        """How much memory a log takes."""
+        return 8 * (_HEADER + -(-num_rows // BLOCK) + num_rows)
+
     def share(self) -> None:
         """Moves the log to shared memory."""
-        self._state.share_memory_()  # type: ignore[no-untyped-call]
-        self._priorities.share_memory_()  # type: ignore[no-untyped-call]
-        self._look()
+        try:
+            self._state.share_memory_()  # type: ignore[no-untyped-call]
+            self._priorities.share_memory_()  # type: ignore[no-untyped-call]
+        finally:
+            self._look()  # what has moved is no longer where the views were
 
     @property
     def clock(self) -> int:

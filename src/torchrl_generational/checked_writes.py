@@ -13,6 +13,7 @@ from torchrl_generational import records
 from torchrl_generational.cursors import advanced, rows_named
 from torchrl_generational.incoming import names_rows, without_handles
 from torchrl_generational.same_width import apart, as_integers, holds_unindexed
+from torchrl_generational.tracing import is_traced
 from torchrl_generational.write_checks import check_first, check_write
 
 __all__ = ["CheckedWrites"]
@@ -73,7 +74,7 @@ class CheckedWrites(_Base):  # type: ignore[misc]  # TorchRL is untyped
         return rows_named(cursor, held.shape)
 
     def _set_tree_map(self, cursor: Any, data: Any, storage: Any) -> None:
-        if advanced(cursor) and not torch.compiler.is_dynamo_compiling():
+        if advanced(cursor) and not is_traced():
             data, storage = (tree_map(as_integers, part) for part in (data, storage))
         super()._set_tree_map(cursor, data, storage)
 

@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.checkpointers import H5StorageCheckpointer
 
 from torchrl_generational import manifest
+from torchrl_generational.folder_lock import refuse_used_folder
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.trees import TreeState
@@ -55,6 +56,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             ValueError: if capacity, shapes or priorities do not fit; nothing has changed then.
         """
         self._ready()
+        self._refuse_write()
         if PREFETCHED in state_dict:
             queue = from_plain(state_dict[PREFETCHED])
             state_dict = state_dict | {"_prefetch_state": state_dict["_prefetch_state"] | {"queue": queue}}
@@ -111,7 +113,12 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             self.synchronize()
             with self._exclusive():  # where the storage lies must not change before it is saved
                 self._catch_up_here()
-                with manifest.writing(path, in_place=self._lies_in(path / "storage")) as folder:
+                in_place = self._lies_in(path / "storage")
+                if in_place:
+                    self._refuse_write()
+                else:
+                    refuse_used_folder(path / "storage")
+                with manifest.writing(path, in_place=in_place) as folder:
                     super().dumps(folder)
 
     def _lies_in(self, folder: Path) -> bool:
@@ -132,6 +139,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 (capacity, shapes, priorities); nothing has changed then.
         """
         self._ready()
+        self._refuse_write()
         path = Path(path).absolute()
         with self._futures_lock:
             self.synchronize()

@@ -90,6 +90,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             done = self._update_arrays(index, generation, priority)
         if done is not None:
             return done
+        self._refuse_write()
         storage = self._written_storage("update_priority_if_present")
         sampler = self._priority_sampler("update_priority_if_present")
         device = storage.slot_generations.device
@@ -136,6 +137,8 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             storage, sampler = self._storage, self._learners_sampler()
             if not isinstance(storage, GenerationalStorageMixin) or storage.ndim > 1 or not stores_arrays(sampler):
                 return None
+            if storage.lock.elsewhere:
+                self._refuse_write()
             generations = storage.slot_generations
             if generations.log is not None:
                 self._refuse_elsewhere()
@@ -251,6 +254,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 self.update_if_present, index=index, generation=generation, patch=patch, **numbers
             )
             return done
+        self._refuse_write()
         storage = self._written_storage("update_if_present")
         device = storage.slot_generations.device
         generation = as_generation(generation, device)

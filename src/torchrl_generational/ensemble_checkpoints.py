@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers import ReplayBufferEnsemble
 
 from torchrl_generational import manifest
 from torchrl_generational.checkpoints import PREFETCHED
+from torchrl_generational.folder_lock import refuse_used_folder
 from torchrl_generational.plain import from_plain, to_plain
 
 __all__ = ["EnsembleCheckpoints"]
@@ -24,6 +25,10 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
     """``state_dict``, ``dumps`` and their like over all members, checked before the first one changes."""
 
     _rbs: tuple[Any, ...]
+
+    def _refuse_write(self) -> None:
+        """Refuses a process that must not write to one of the members."""
+        raise NotImplementedError
 
     def _still(self, *, errors: bool = True) -> AbstractContextManager[None]:
         """No work in flight, here and in the members, and all their locks."""
@@ -44,6 +49,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         Raises:
             ValueError: if the number of members, capacities, shapes or priorities do not fit; nothing has changed.
         """
+        self._refuse_write()
         if PREFETCHED in state_dict:
             queue = from_plain(state_dict[PREFETCHED])
             state_dict = state_dict | {"_prefetch_state": state_dict["_prefetch_state"] | {"queue": queue}}
@@ -69,7 +75,13 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         with self._still():
             for rb in self._rbs:
                 rb._catch_up_here()
-            with manifest.writing(path, in_place=self._lie_in(path / "storage")) as folder:
+            in_place = self._lie_in(path / "storage")
+            if in_place:
+                self._refuse_write()
+            for number, rb in enumerate(self._rbs):
+                if not rb._lies_in(path / "storage" / str(number)):
+                    refuse_used_folder(path / "storage" / str(number))
+            with manifest.writing(path, in_place=in_place) as folder:
                 super().dumps(folder)
 
     def loads(self, path: str | Path) -> None:
@@ -78,6 +90,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         Raises:
             FileNotFoundError, ValueError: as the members' own ``loads``; nothing has changed in any member.
         """
+        self._refuse_write()
         path = Path(path).absolute()
         with self._still():
             manifest.settle(path)

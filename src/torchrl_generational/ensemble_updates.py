@@ -213,6 +213,7 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
         routes = []
         for number in sorted(set(owner.tolist())):
             rb, mine = self._rbs[number], owner == number
+            rb._refuse_write()
             storage, sampler = rb._written_storage(method), rb._drawing_sampler()
             if not isinstance(sampler, PrioritizedSampler):
                 raise TypeError(
@@ -323,6 +324,8 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
                     "updated. Pass one member per handle, both as the sample carries them."
                 )
             owners = self._owners(ids, ids.shape, ids.device).reshape(ids.shape)
+            for number in set(owners.reshape(-1).tolist()):
+                self._rbs[number]._refuse_write()
             index = TensorDict({"index": places, "buffer_ids": owners}, owners.shape)
         outcome = super().update_if_present(index=index, generation=generation, patch=patch, **comparison)
 

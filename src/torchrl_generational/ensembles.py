@@ -24,7 +24,10 @@ from torchrl_generational.incoming import refuse_layout
 from torchrl_generational.interrupts import deferral
 from torchrl_generational.locks import Interruptible
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
+from torchrl_generational.process_locks import renew_in_forked_children
+from torchrl_generational.processes import renew_after_fork
 from torchrl_generational.tensordict_mixin import GenerationalTensorDictReplayBufferMixin
+from torchrl_generational.write_access import refuse_left_behind
 
 __all__ = ["GenerationalReplayBufferEnsemble"]
 
@@ -112,6 +115,7 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
                 kwargs[name] = getattr(samplers, name)  # TorchRL's goes by those of the sampler, too
         self._check_members(rbs)
         super().__init__(*rbs, collate_fns=collate_fns, **kwargs)
+        renew_in_forked_children(self, "_renew_locks")
         if self.initialized:
             self._adopt()
 
@@ -193,6 +197,12 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
     # TorchRL's queue of prefetched batches is the same in every buffer
     _drop_prefetched = GenerationalReplayBufferMixin._drop_prefetched
     _drop_failed_batches = GenerationalReplayBufferMixin._drop_failed_batches
+    _renew_locks = renew_after_fork
+
+    def _refuse_write(self) -> None:
+        """Refuses a process that must not write to one of the members, before another one changes."""
+        for rb in self._rbs:
+            rb._refuse_write()
 
     def _synchronize_futures_locked(self) -> None:
         wait(self._prefetch_queue)
@@ -291,6 +301,7 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
         """Refuses what a member would refuse before the first member is written to. All locks held."""
         for number in sorted(set(buffer_ids.tolist())):
             rb, rows = self._rbs[number], (buffer_ids == number).nonzero()[:, 0]
+            rb._refuse_write()
             if rb._transform is not None and len(rb._transform):
                 continue  # what a transform makes of the rows is not known yet
             try:
@@ -307,13 +318,24 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Empties all members in one section: every handle is stale and prefetched batches are dropped."""
+        self._ready()
+        self._refuse_write()
         with self._still(errors=False):
             self._drop_prefetched()
             for rb in self._rbs:
                 rb.empty(empty_write_count)
 
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Sets the generator that members are drawn with; see TorchRL's."""
+        if self._made:
+            for rb in self._rbs:
+                refuse_left_behind(rb._replay_lock)
+        super().set_rng(generator)
+
     def end_streams(self, **kwargs: Any) -> None:
         """Closes each member's stream; see TorchRL's."""
+        self._ready()
+        self._refuse_write()
         with self._still():
             super().end_streams(**kwargs)
 
@@ -342,6 +364,10 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
             raise ValueError(_NOT_SHARED)
         state: dict[str, Any] = super().__getstate__()
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        renew_in_forked_children(self, "_renew_locks")
 
 
 _NOT_SHARED = (

@@ -7,6 +7,7 @@ that storage, and every method however nested, excludes every other.
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from multiprocessing.context import get_spawning_popen
@@ -14,6 +15,7 @@ from typing import Any
 
 from torchrl_generational.interrupts import deferral
 from torchrl_generational.process_locks import make_process_lock, renew_in_forked_children
+from torchrl_generational.write_access import Maker
 
 __all__ = ["Interruptible", "StorageLock"]
 
@@ -40,13 +42,21 @@ class StorageLock:
         ...     pass
     """
 
-    __slots__ = ("__weakref__", "_depth", "_held", "_processes", "_threads", "order")
+    __slots__ = ("__weakref__", "_depth", "_held", "_processes", "_threads", "elsewhere", "maker", "order")
 
     def __init__(self) -> None:
         self._processes: Any = None  # the process lock once shared; guarded by _threads
         self.order = secrets.randbits(63)  # the same in all processes that share the lock; constant
+        #: Whether this is another process than the one that made the lock; see :func:`write_access.refuse_write`.
+        self.elsewhere = False
+        self.maker: Maker | None = None  # that process, once shared; constant from then on
         self.renew()
-        renew_in_forked_children(self, "renew")
+        renew_in_forked_children(self, "renew_elsewhere")
+
+    def renew_elsewhere(self) -> None:
+        """Makes the lock one of a child that was just forked."""
+        self.elsewhere = True
+        self.renew()
 
     def renew(self) -> None:
         """Makes the lock one that no thread of this process holds: for a forked child, which has one thread."""
@@ -67,6 +77,7 @@ class StorageLock:
         """
         with self._threads:
             if self._processes is None:
+                self.maker = Maker.this_process()
                 self._processes = make_process_lock()
 
     def acquire(self) -> bool:
@@ -125,14 +136,19 @@ class StorageLock:
         processes = self._processes
         if processes is not None and get_spawning_popen() is None:
             processes = True  # shared, but this copy needs a lock of its own
-        return {"processes": processes, "order": self.order if get_spawning_popen() is not None else None}
+        if get_spawning_popen() is None:
+            return {"processes": processes}
+        return {"processes": processes, "order": self.order, "maker": self.maker}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
         processes = state["processes"]
         self._processes = make_process_lock() if processes is True else processes
-        if state.get("order") is not None:
-            self.order = state["order"]
+        if "order" in state:  # the lock itself, in a process being started
+            self.order, self.maker = state["order"], state["maker"]
+            self.elsewhere = self.maker is not None and self.maker.pid != os.getpid()
+        elif processes is True:
+            self.maker = Maker.this_process()
 
 
 class Interruptible:

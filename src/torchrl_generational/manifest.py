@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from torchrl_generational.folder_lock import IN_USE
+
 __all__ = ["complete_in_place", "settle", "verify", "writing"]
 
 MANIFEST = "generational.json"
@@ -146,7 +148,8 @@ def _complete(folder: Path, *, in_place: bool) -> None:
     files: dict[str, int] = {}
     for entry in entries:
         found = [folder / entry] if (folder / entry).is_file() else (folder / entry).rglob("*")
-        files.update((str(file.relative_to(folder)), file.stat().st_size) for file in found if file.is_file())
+        found = (file for file in found if file.is_file() and file.name != IN_USE)  # says who writes now
+        files.update((str(file.relative_to(folder)), file.stat().st_size) for file in found)
     manifest = {"format": FORMAT, "complete": True, "in_place": in_place, "number": number}
     _write(folder, manifest | {"entries": entries, "files": files})
 

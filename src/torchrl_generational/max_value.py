@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter
 from torchrl_generational.counters import SharedCounter
 from torchrl_generational.protocols import generations_on
 from torchrl_generational.stamps import NEVER_WRITTEN
+from torchrl_generational.write_access import refuse_write
 from torchrl_generational.writers import named_origin, origin_in, stamps_in, withdraw_handles
 
 __all__ = ["GenerationalTensorDictMaxValueWriter"]
@@ -97,6 +98,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
 
     def add(self, data: Any) -> int | None:
         """Writes one record if it is good enough, and returns its index, else ``None``."""
+        self._refuse_write()
         ranks = self._ranks(data, ())
         self._check(data, None)
         slots, _, accepted = self._place(ranks)
@@ -110,6 +112,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
 
     def extend(self, data: TensorDictBase) -> torch.Tensor:
         """Writes the records that are good enough, and returns the index of each, -1 for the others."""
+        self._refuse_write()
         ranks = self._ranks(data)
         self._check(data, len(data))
         slots, rows, accepted = self._place(ranks)
@@ -194,7 +197,12 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
         self._write_count += count
         self._revision = self._storage._mutation_revision
 
+    def _refuse_write(self) -> None:
+        if self._storage is not None:
+            refuse_write(self._storage.lock)
+
     def _empty(self, empty_write_count: bool = True) -> None:
+        self._refuse_write()
         super()._empty(empty_write_count=empty_write_count)
         self._revision = None
 
@@ -208,6 +216,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over :meth:`state_dict`."""
+        self._refuse_write()
         self._write_count = state_dict["_write_count"]
         self._take_stamps(state_dict["_generation"], origin_in(state_dict))
 
@@ -224,6 +233,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
 
     def loads(self, path: str | Path) -> None:
         """Takes over what :meth:`dumps`, or TorchRL's, saved."""
+        self._refuse_write()
         metadata = json.loads((Path(path) / "metadata.json").read_text())
         super().loads(path)
         self._revision = None

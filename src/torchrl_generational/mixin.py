@@ -35,6 +35,7 @@ from torchrl_generational.same_width import assign
 from torchrl_generational.sharing import SharableStorage
 from torchrl_generational.tracing import is_traced, runs_in_compiled_code, untraced
 from torchrl_generational.whole import rows_drawn_together, whole_records
+from torchrl_generational.write_access import refuse_left_behind
 
 __all__ = ["GenerationalReplayBufferMixin", "Section"]
 
@@ -233,6 +234,7 @@ class GenerationalReplayBufferMixin(
     def _add(self, data: Any) -> Any:
         if self._stays_out_of_graphs():
             return untraced(self._add, data)
+        self._refuse_write()
         with self._exclusive():
             if self._storage.ndim == 1 and not self._is_consuming():
                 written = self._writer.add(data)
@@ -247,6 +249,7 @@ class GenerationalReplayBufferMixin(
         if self._stays_out_of_graphs():
             written = untraced(self._extend, data, update_priority=update_priority)
             return written
+        self._refuse_write()
         with self._exclusive():
             if self._storage.ndim == 1 and not self._is_consuming():
                 written = self._writer.extend(data)
@@ -263,6 +266,7 @@ class GenerationalReplayBufferMixin(
     def __setitem__(self, index: Any, value: Any) -> None:
         """Puts new records into slots: their stamps advance, and they get the sampler's default priority."""
         self._ready()
+        self._refuse_write()
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         with self._exclusive():
@@ -274,6 +278,8 @@ class GenerationalReplayBufferMixin(
                 # TorchRL writes this form through a view, past the storage's own set()
                 view, index, value, rows = self._checked_view(index, value)
                 generations = storage.slot_generations
+                if isinstance(storage, SharableStorage):
+                    storage._about_to_write()
                 try:
                     generations.begin(rows)
                     assign(view, index, value)
@@ -282,6 +288,8 @@ class GenerationalReplayBufferMixin(
                     getattr(storage, "abandon", generations.abandon)(rows)
                     raise
                 generations.complete(rows)
+                if isinstance(storage, SharableStorage):
+                    storage._wrote()
             else:
                 num_rows = storage.slot_generations.num_rows
                 index = plain_cursor(index, num_rows)
@@ -299,6 +307,7 @@ class GenerationalReplayBufferMixin(
         for the records that are new to it.
         """
         self._ready()
+        self._refuse_write()
         with self._exclusive():
             if not self._follows:
                 super().mark_update(index)
@@ -320,6 +329,7 @@ class GenerationalReplayBufferMixin(
                 if given.is_floating_point():  # TorchRL makes it float32, whatever the tree's
                     priority = torch.as_tensor(priority, dtype=torch.float64)
         self._ready()
+        self._refuse_write()
         with self._exclusive():
             self._refuse_elsewhere()
             self._catch_up()
@@ -334,6 +344,7 @@ class GenerationalReplayBufferMixin(
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Sets the generator that all parts draw from; ``None`` for torch's global one (``torch.manual_seed``)."""
         self._ready()
+        refuse_left_behind(self._replay_lock)
         with self._exclusive():
             super().set_rng(generator)
 
@@ -344,6 +355,7 @@ class GenerationalReplayBufferMixin(
             empty_write_count: whether the count of written records starts again at 0.
         """
         self._ready()
+        self._refuse_write()
         with self._futures_lock:
             self._drop_prefetched()
             with self._exclusive():

@@ -173,6 +173,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             RuntimeError: if processes share this buffer.
         """
         self._ready()
+        self._refuse_write()
         self._refuse_exchange("set_storage")
         with self._futures_lock:
             self._drop_prefetched()
@@ -217,6 +218,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             RuntimeError: if processes share this buffer.
         """
         self._ready()
+        self._refuse_write()
         self._refuse_exchange("set_writer")
         with self._exclusive():
             self._check_parts(self._storage, self._sampler, writer)
@@ -249,6 +251,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 one sampler draws by priority and the other does not.
         """
         self._ready()
+        self._refuse_write()
         with self._exclusive():
             self._refuse_elsewhere()
             if keeps_priorities(sampler) != keeps_priorities(self._sampler):

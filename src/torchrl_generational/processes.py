@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +19,9 @@ from torchrl_generational.learner import Follower
 from torchrl_generational.process_locks import renew_in_forked_children
 from torchrl_generational.sharing import SharableStorage
 from torchrl_generational.trees import tree_dtype
+from torchrl_generational.write_access import refuse_left_behind, refuse_write
 
-__all__ = ["AbsentSampler", "SharedByProcesses", "keeps_priorities"]
+__all__ = ["AbsentSampler", "SharedByProcesses", "keeps_priorities", "renew_after_fork"]
 
 # A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
 _Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
@@ -64,6 +67,7 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     _follower: Follower | None = None  # guarded by the storage's lock
     _write_lock: Any
     _passed_on: Any = None
+    _initializing: int | None
 
     @property
     def keeps_priorities(self) -> bool:
@@ -87,13 +91,18 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         ``share(False)`` lets parts be exchanged again; processes that were started keep what they have.
 
         Raises:
-            ValueError, TypeError: if a part cannot be shared; nothing has changed then.
+            ValueError, TypeError: if a part cannot be shared.
+            RuntimeError: if there is not enough shared memory, or this process was forked and does not share it.
+
+            Whatever is raised, nothing is shared then.
 
         Warns:
             RuntimeWarning: on a platform where a killed process keeps its locks.
         """
         made = "_futures_lock" in vars(self)  # else called by TorchRL's constructor
+        before = vars(self).get("shared", False)
         if shared:
+            refuse_left_behind(self._replay_lock if made else None)
             if self._prefetch:
                 raise ValueError(
                     "Cannot share prefetched replay buffers: what was drawn ahead would not know of later writes of "
@@ -103,10 +112,15 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 self._ready()
                 for buffer in (self, *self._storage._attached_entities):
                     buffer._check_sharable(self._storage, buffer._sampler, buffer._writer)
-        super().share(shared)
-        self._write_lock = contextlib.nullcontext()  # the storage's lock is for processes too
-        if shared and made:
-            self._share_storage()
+        try:
+            super().share(shared)
+            if shared and made:
+                self._share_storage()
+        except BaseException:
+            self.shared = before
+            raise
+        finally:
+            self._write_lock = contextlib.nullcontext()  # the storage's lock is for processes too
         return self
 
     def _share_storage(self) -> None:
@@ -139,6 +153,45 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 f"{user} shares priorities only with storages of one dimension, got ndim={storage.ndim}. Write "
                 "flattened batches (reshape(-1)) to one of ndim=1."
             )
+
+    # ---------------------------------------------------------------- who may write
+
+    def _refuse_write(self) -> None:
+        """Refuses a process that must not write, before anything changes: every method that changes something."""
+        lock = getattr(self._storage, "lock", None)
+        if lock is not None and lock.elsewhere:
+            refuse_write(lock)
+
+    def _init(self) -> None:
+        if not self._initialized and not self.shared:
+            self._owner = os.getpid()  # the parts are made here
+        super()._init()
+
+    # TorchRL's, which change fields in place.
+
+    def set_at_(self, key: Any, value: Any, index: Any) -> Any:
+        """Sets a field of the records at ``index``; see TorchRL's."""
+        self._ready()
+        self._refuse_write()
+        return super().set_at_(key, value, index)
+
+    def set_(self, key: Any, value: Any) -> Any:
+        """Sets a field of all records; see TorchRL's."""
+        self._ready()
+        self._refuse_write()
+        return super().set_(key, value)
+
+    def update_(self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None) -> Any:
+        """Sets fields of all records; see TorchRL's."""
+        self._ready()
+        self._refuse_write()
+        return super().update_(input_dict_or_td, clone, keys_to_update=keys_to_update)
+
+    def submit_update_if_present(self, **kwargs: Any) -> Any:
+        """:meth:`update_if_present` on a background thread; see TorchRL's."""
+        self._ready()
+        self._refuse_write()
+        return super().submit_update_if_present(**kwargs)
 
     # ---------------------------------------------------------------- the learner
 
@@ -238,5 +291,20 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
 
     def _renew_locks(self) -> None:
         """In a forked child: threads that are inside this buffer in the parent do not exist."""
-        self._futures_lock = threading.RLock()
-        self._replay_lock = threading.RLock()
+        renew_after_fork(self)
+        if self._initializing not in (None, threading.get_ident()):
+            self._initializing, self._initialized = None, False
+
+
+def renew_after_fork(buffer: Any) -> None:
+    """Gives a buffer in a forked child locks and executors of its own: the threads of the parent's do not exist.
+
+    What those had drawn ahead, and updates that they had not made, are the parent's.
+    """
+    buffer._futures_lock = threading.RLock()
+    buffer._replay_lock = threading.RLock()
+    buffer._prefetch_queue = deque()
+    buffer._pending_update_futures = deque()
+    buffer._sample_dependency = buffer._update_executor = buffer._iterator = None
+    if getattr(buffer, "_prefetch_executor", None) is not None:  # None where it was shut down
+        buffer._prefetch_executor = ThreadPoolExecutor(max_workers=buffer._prefetch_cap)

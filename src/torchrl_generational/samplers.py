@@ -29,6 +29,7 @@ from torchrl_generational.leaves import (
 from torchrl_generational.protocols import generations_on
 from torchrl_generational.tracing import runs_in_compiled_code, untraced
 from torchrl_generational.trees import TreeState, double_sums, on_cpu, read_leaves, tree_dtype, write_leaves
+from torchrl_generational.write_access import refuse_write
 
 __all__ = [
     "GenerationalPrioritizedSampler",
@@ -335,6 +336,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
     @alpha.setter
     def alpha(self, value: float) -> None:
         value = as_exponent("alpha", value)
+        refuse_write(self.lock)
         with self.lock:
             if value != self._alpha:
                 retransform(self, self._alpha, value)
@@ -348,6 +350,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
     @beta.setter
     def beta(self, value: float) -> None:
         value = as_exponent("beta", value)
+        refuse_write(self.lock)
         with self.lock:
             self._beta = value
 
@@ -366,6 +369,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         Raises:
             ValueError: if it does not fit; nothing has changed then.
         """
+        refuse_write(self.lock)
         state = TreeState.from_state_dict(state_dict)
         state.check(self)
         state.restore(self)
@@ -380,6 +384,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
         Raises:
             ValueError: if it does not fit; nothing has changed then.
         """
+        refuse_write(self.lock)
         state = TreeState.from_path(Path(path))
         state.check(self)
         state.restore(self)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from torchrl_generational.changes import ChangeLog
+from torchrl_generational.tracing import is_traced
 
 __all__ = ["NEVER_WRITTEN", "WrittenStamps", "flipped"]
 
@@ -20,7 +21,7 @@ NEVER_WRITTEN = -1
 class WrittenStamps:
     """The part of :class:`SlotGenerations` that a write goes through."""
 
-    __slots__ = ("_array", "_interrupted", "_loaded", "_shared", "_state", "_values", "log", "opened")
+    __slots__ = ("_array", "_interrupted", "_loaded", "_shared", "_state", "_values", "_writing", "log", "opened")
 
     def __init__(self, num_rows: int, *, device: torch.device | str = "cpu") -> None:
         if num_rows < 0:
@@ -32,6 +33,7 @@ class WrittenStamps:
         # The stamp of records loaded where there were none, and the log's time then; guarded by the same lock, as all.
         self._loaded: tuple[int, int] | None = None
         self._interrupted = False  # whether a write was ever left incomplete; in the log once shared
+        self._writing: int | slice | torch.Tensor | None = None  # rows whose data is about to change, unless shared
         self._shared = False
         #: The rows of the section that is under way whose records may lack data or a priority, see
         #: :meth:`GenerationalReplayBufferMixin._exclusive`; ``None`` outside of sections. Guarded by the same lock.
@@ -79,13 +81,25 @@ class WrittenStamps:
         """Moves stamps and log to shared memory; from now on a slot is marked while it is being written. Idempotent."""
         if self._shared:
             return
-        log = self.keep_log()
-        log.share()
-        self._state.share_memory_()  # type: ignore[no-untyped-call]
-        self._look()
-        self._shared = True
+        log = self.log or ChangeLog(self.num_rows)
+        try:
+            log.share()
+            self._state.share_memory_()  # type: ignore[no-untyped-call]
+        finally:
+            self._look()  # what has moved is no longer where the views were
+        self.log, self._shared = log, True
         if self._interrupted:
             log.begin()
+
+    def unshare(self, log: ChangeLog | None) -> None:
+        """Undoes :meth:`share` with the log of before, while no other process has them."""
+        self.log, self._shared = log, False
+
+    def bytes_to_share(self) -> int:
+        """What :meth:`share` takes of shared memory."""
+        if self._shared:
+            return 0
+        return ChangeLog.bytes_for(self.num_rows) + self._state.numel() * self._state.element_size()
 
     def advance(self, rows: int | slice | torch.Tensor) -> None:
         """Gives ``rows`` new records: one more generation for every time a row is named. O(rows).
@@ -100,7 +114,7 @@ class WrittenStamps:
         if self.log is not None:
             self.log.note(rows)
         # One step of torch or NumPy changes the stamps, so that an exception finds all of them changed, or none.
-        if torch.compiler.is_dynamo_compiling():
+        if is_traced():
             self._advance_traced(rows)
         elif self._array is not None:
             places, count = self._places(rows)
@@ -133,6 +147,7 @@ class WrittenStamps:
         if self.opened is not None:
             self.opened.append(rows)
         if not self._shared or log is None:
+            self._writing = rows
             self.advance(rows)
             return
         places, count = self._places(rows)
@@ -161,6 +176,17 @@ class WrittenStamps:
             now = stamps[places]
             stamps[places] = np.where(now < NEVER_WRITTEN, flipped(now), now)
             self.log.complete()
+        else:
+            self._writing = None
+
+    def left_behind(self) -> None:
+        """In a child that was forked without sharing: the write of another thread does not end here."""
+        rows, self._writing = self._writing, None
+        if rows is not None and self._array is not None:
+            places, _ = self._places(rows)
+            stamps = self._array[:-1]  # not by torch, whose threads do not exist in a forked child
+            stamps[places] = np.where(stamps[places] < NEVER_WRITTEN, stamps[places], flipped(stamps[places]))
+            self._interrupted = True
 
     def _places(self, rows: int | slice | torch.Tensor) -> tuple[Any, Any]:
         """Each of ``rows`` once, as NumPy indexes them, and how often it is named."""
@@ -183,6 +209,7 @@ class WrittenStamps:
         rows = self._named(rows)
         stamps = self._values[rows]
         self._values[rows] = torch.where(stamps < NEVER_WRITTEN, stamps, flipped(stamps))
+        self._writing = None
 
     def _named(self, rows: int | slice | torch.Tensor) -> slice | torch.Tensor:
         """Rows as a slice, or as one int64 dimension on the stamps' device."""

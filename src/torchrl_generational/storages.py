@@ -6,6 +6,7 @@ The storage is the only place where stamps advance: every road by which a slot r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from multiprocessing.context import get_spawning_popen
@@ -33,6 +34,7 @@ from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, t
 from torchrl_generational.same_width import apart
 from torchrl_generational.sharing import SharableStorage
 from torchrl_generational.tracing import is_traced
+from torchrl_generational.write_access import refuse_write
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
 
@@ -139,6 +141,8 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
             self._generations.advance(cursor)
             TensorStorage.set(self, cursor, data, set_cursor=set_cursor)  # super() cannot be traced here
             return
+        if self.lock.elsewhere:
+            refuse_write(self.lock)
         num_rows = self._rows_for(cursor, data)
         if not is_plain(cursor):
             cursor = plain_cursor(cursor, num_rows)
@@ -154,6 +158,8 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         pairs = records.matched(self._storage, data, written) if known and names_rows(cursor) else None
         if pairs is None:
             data, pairs = self._checked(cursor, data, written, num_rows, exact=set_cursor)
+        if self._writes is not None:
+            self._about_to_write()
         try:
             self._generations.begin(rows)
             if pairs is None:
@@ -172,6 +178,8 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
             self.abandon(rows)
             raise
         self._generations.complete(rows)
+        if self._writes is not None:
+            self._wrote()
         if not known and self._generations.device != torch.device(self._stamp_device()):
             self._generations.to(self._stamp_device())
 
@@ -209,14 +217,17 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         return torch.from_numpy(np.ravel_multi_index(parts, space))
 
     def _apply_conditional_patch(self, index: torch.Tensor, patch: Any) -> None:
+        self._about_to_write()
         rows = index[:, 0] if index.ndim > 1 else index
         self._generations.mark(rows)
         super()._apply_conditional_patch(index, patch)
         self._generations.complete(rows)
+        self._wrote()
 
     def abandon(self, rows: int | slice | torch.Tensor) -> None:
         """A write to ``rows`` did not end: they hold no record until the next one, and are not drawn."""
         self._generations.abandon(rows)
+        self._wrote()
         reached = int(self._len_along_dim0 or 0)
         torn = as_rows(rows, self._generations.num_rows)
         for buffer in self._attached_entities:
@@ -254,13 +265,15 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         return int(self._max_size_along_dim0(batched_data=data))
 
     def _empty(self) -> None:
+        self._about_to_write()
         self._generations.invalidate()
         super()._empty()
+        self._wrote()
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process being spawned the memory itself; any other copy gets records and stamps of one moment."""
         spawning = get_spawning_popen() is not None
-        with self.lock:
+        with self.lock, contextlib.nullcontext() if spawning else self._of_one_moment():
             if spawning:
                 self.share()
             state: dict[str, Any] = super().__getstate__()
@@ -281,14 +294,16 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
 
         Entries that are no tensors, which TorchRL leaves out, are in it too.
         """
-        state: dict[str, Any] = super().state_dict()
-        state["_storage"] = unshared(state["_storage"])
+        with self._of_one_moment():
+            state: dict[str, Any] = super().state_dict()
+            state["_storage"] = unshared(state["_storage"])
         if is_tensor_collection(self._storage):
             state[RECORD_OBJECTS] = [[list(key), to_plain(entry)] for key, entry in objects_in(self._storage)]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
+        self._about_to_write()
         if self.initialized and not state_dict["initialized"]:
             self._empty()  # TorchRL leaves the records of before beside the mark that there are none
         else:
@@ -304,13 +319,15 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         if self.initialized:
             if self._last_cursor is None:  # never written here: the records are in order
                 self._set_last_cursor(torch.tensor([int(self._len_along_dim0) - 1]))
-            super().dumps(path)
+            with self._of_one_moment():
+                super().dumps(path)
             return
         Path(path).mkdir(exist_ok=True)
         (Path(path) / _METADATA).write_text(json.dumps({"metadata": {}, "is_pytree": False, "len": 0, _NOTHING: True}))
 
     def loads(self, path: str | Path) -> None:
         """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
+        self._about_to_write()
         metadata = Path(path) / _METADATA
         if metadata.exists() and json.loads(metadata.read_text()).get(_NOTHING):
             self._empty()  # TorchRL's storage has no way back to one that knows no shapes
@@ -324,6 +341,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
             # as at a first write; TorchRL leaves the capacity that was asked for, and misjudges when it is full
             self.max_size = max(self.max_size, self._total_shape.numel())
         self._generations.replaced(int(self._len_along_dim0) if self.initialized and len(self) else 0)
+        self._wrote()
         for buffer in self._attached_entities:
             if buffer is not self._loading and hasattr(buffer, "_records_replaced"):
                 buffer._records_replaced()
@@ -377,4 +395,6 @@ class GenerationalLazyMemmapStorage(GenerationalStorageMixin, LazyMemmapStorage)
     def cleanup(self) -> bool:
         """Removes the files, in the process that made the storage; does nothing in others."""
         removed: bool = os.getpid() == self._maker and super().cleanup()
+        if removed and self._folder_lock is not None:
+            self._folder_lock.close()
         return removed

@@ -269,6 +269,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         if self._stays_out_of_graphs():
             return untraced(self.add, data)
         self._ready()
+        self._refuse_write()
         # User code, possibly slow: before the lock, as in TorchRL.
         if type(data) is TensorDict and self._has_no_transform():
             data = shallow(data)
@@ -311,6 +312,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             written = untraced(self.extend, tensordicts, update_priority=update_priority)
             return written
         self._ready()
+        self._refuse_write()
         if not isinstance(tensordicts, TensorDictBase):
             written = super().extend(tensordicts, update_priority=update_priority)
             return written

@@ -21,6 +21,7 @@ from torchrl_generational.protocols import generations_on
 from torchrl_generational.records import attach, entries_of
 from torchrl_generational.stamps import NEVER_WRITTEN
 from torchrl_generational.storages import GenerationalStorageMixin
+from torchrl_generational.write_access import refuse_write
 
 __all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
 
@@ -69,6 +70,12 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         own: Any = (lambda value: value) if self._compilable else SharedCounter
         self._cursor_value, self._write_count_value = own(cursor), own(write_count)
 
+    def share_counters(self) -> None:
+        """Moves cursor and count to memory that processes share. Idempotent. Lock held."""
+        if not self._compilable:
+            self._cursor_value.share()
+            self._write_count_value.share()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         cursor, write_count = state.pop("cursor__context", None), state.pop("write_count__context", None)
         super().__setstate__(state)
@@ -85,6 +92,8 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         generations = generations_on(storage, user=type(self).__name__)
         pending, origin = self._pending_generation, self._origin
         super().register_storage(storage)
+        if storage.lock.is_shared:
+            self.share_counters()
         if pending is not None and bool((generations.values == NEVER_WRITTEN).all()):
             generations.restore(pending, **origin)
         self._origin = {}
@@ -111,6 +120,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over cursor, count and stamps; see :meth:`SlotGenerations.restore`."""
+        self._refuse_write()
         self._origin = origin_in(state_dict)
         super().load_state_dict(state_dict)
         if self._storage is not None:
@@ -124,10 +134,16 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
     def loads(self, path: Any) -> None:
         """Takes over what :meth:`dumps` saved, or TorchRL's."""
+        self._refuse_write()
         self._origin = origin_in(json.loads((Path(path) / "metadata.json").read_text()))
         super().loads(path)
         if self._storage is not None:
             self._origin = {}
+
+    def _refuse_write(self) -> None:
+        """Refuses a process that must not write, before even the data is given handles."""
+        if self._storage is not None and self._storage.lock.elsewhere:
+            refuse_write(self._storage.lock)
 
     def _origin_now(self) -> dict[str, int]:
         origin: dict[str, int] = self._origin if self._storage is None else self._storage.slot_generations.origin()
@@ -149,6 +165,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Writes one record and returns its index. A write that fails leaves the cursor where it was."""
+        self._refuse_write()
         if self._is_run(data, ndim=0):
             return self._write_one(data)
         with self._moving_last():
@@ -160,6 +177,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
         A write that fails leaves the cursor where it was, so that the next one goes over its slots again.
         """
+        self._refuse_write()
         if self._is_run(data):
             return self._write_run(data)
         with self._moving_last():
@@ -247,6 +265,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """Starts again at slot 0; the storage's own ``_empty`` makes the handles stale."""
+        self._refuse_write()
         self._cursor = 0
         if empty_write_count:
             self._write_count = 0
@@ -292,12 +311,14 @@ class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDict
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Writes one record and returns its index, which also becomes the data's ``index`` entry."""
+        self._refuse_write()
         withdraw_handles(data)
         result: int | torch.Tensor = super().add(data)
         return result
 
     def extend(self, data: Any) -> torch.Tensor:
         """Writes records one after the other and returns their indices, one per record."""
+        self._refuse_write()
         withdraw_handles(data)
         result: torch.Tensor = super().extend(data)
         return result
@@ -309,6 +330,7 @@ class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDict
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
         """Writes records to explicit slots without moving the cursor."""
+        self._refuse_write()
         withdraw_handles(data)
         result: int | torch.Tensor = super().write_at(index, data)
         return result
