@@ -86,24 +86,28 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             may_be_newer: whether the records may be newer than the stamps.
         """
         self._refuse_restore()
-        held, own_writer = self._storage, state_reader(self._writer)
-        state = None if own_writer is None else own_writer(writer)
-        stamps = None if state is None or may_be_newer else state.ready_stamps(held.slot_generations)
-        if state is None or not isinstance(held, GenerationalStorageMixin):
+        held, reader = self._storage, state_reader(self._writer)
+        own = isinstance(held, GenerationalStorageMixin)
+        state = None if reader is None else reader(writer)
+        if state is None or not own:
             plan.load(held.slot_generations.keep, _nothing)  # which parts that load themselves may replace
+        loaded = LoadedRecords.of(held, storage) if own else None
+        if loaded is not None:
+            plan.discard(loaded.discard)
+        stamps = None if state is None or may_be_newer else state.ready_stamps(held.slot_generations)
         if state is None:
             load_part(plan, self._writer, "writer", writer)
         else:
             state.plan(plan, self._writer)
-        if isinstance(held, GenerationalStorageMixin):
-            loaded = LoadedRecords.of(held, storage)
+        if loaded is None:
+            if storage == Saved():
+                plan.install(held._empty)
+            else:
+                load_part(plan, held, "storage", storage)
+        else:
             if state is not None:
                 state.check(loaded.capacity, loaded.rows)
             held.plan(plan, loaded, stamps, loader=self)
-        elif storage == Saved():
-            plan.install(held._empty)
-        else:
-            load_part(plan, held, "storage", storage)
         self._plan_sampler(plan, sampler)
         newest = None if state is None else state.newest
         plan.install(lambda: self._go_on(stamps, newest), last=True)
@@ -139,8 +143,8 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
 
     def _refuse_in_own_draw(self, method: str) -> None:
         """Refuses to wait for all prefetched draws in one of them, where a transform calls back."""
-        executor = getattr(self, "_prefetch_executor", None) if self._prefetch else None
-        if executor is not None and threading.current_thread() in executor._threads:
+        threads = getattr(getattr(self, "_prefetch_executor", None), "_threads", ())
+        if threading.current_thread() in threads:
             raise RuntimeError(
                 f"{type(self).__name__}.{method} waits for the draws that are made ahead, and was called in one of "
                 "them, by a transform or a collate_fn: it would wait for good. Call it outside of them, or make the "
@@ -213,20 +217,20 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 carry_out(make)
 
 
-def parts_of_state(state: Any) -> list[Any]:
-    """The states of storage, sampler and writer in that of a buffer.
+def parts_of_state(state: Any, kind: str = "a buffer") -> list[Any]:
+    """The states of storage, sampler and writer in that of a buffer, or of an ensemble.
 
     Raises:
         ValueError: if it is none.
     """
     if not isinstance(state, dict):
-        raise ValueError(f"The state of a buffer should be a dict, got {type(state).__name__}. Nothing was loaded.")
+        raise ValueError(f"The state of {kind} should be a dict, got {type(state).__name__}. Nothing was loaded.")
     names = ("_storage", "_sampler", "_writer", "_transforms", "_batch_size")
     missing = [name for name in names if name not in state]
     if missing:
         raise ValueError(
-            f"The state is not that of a buffer: it lacks {missing} and has {sorted(map(str, state))}. Nothing was "
-            "loaded. Pass what state_dict() of a buffer gave."
+            f"The state is not that of {kind}: it lacks {missing} and has {sorted(map(str, state))}. Nothing was "
+            f"loaded. Pass what state_dict() of {kind} gave."
         )
     return [state[name] for name in names[:3]]
 

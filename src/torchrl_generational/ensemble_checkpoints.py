@@ -52,7 +52,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         Whatever is raised, and wherever: all members have taken over theirs then, or nothing has changed in any.
         """
         self._refuse_in_own_draw("load_state_dict")
-        parts = parts_of_state(state_dict)
+        parts = parts_of_state(state_dict, "an ensemble")
         if any(not isinstance(part, dict) or not part or set(part) - set(map(str, range(len(part)))) for part in parts):
             shown = sorted(map(str, parts[0])) if isinstance(parts[0], dict) else type(parts[0]).__name__
             raise ValueError(

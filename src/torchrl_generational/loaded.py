@@ -22,7 +22,7 @@ from torchrl.data.replay_buffers.utils import Flat2TED
 from torchrl_generational.counters import SharedCounter
 from torchrl_generational.metadata import read_json, reading
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in
-from torchrl_generational.restores import Saved
+from torchrl_generational.restores import Saved, fitting
 
 if TYPE_CHECKING:
     from torchrl_generational.storages import GenerationalStorageMixin
@@ -244,12 +244,10 @@ def _records_in(saved: Any, storage: Any) -> Any:
         return saved
     if not isinstance(saved, dict):
         raise ValueError(f"The records of the checkpoint are a {type(saved).__name__}, which no state has. {_LIKE}")
-    try:
+    with fitting("What the checkpoint has as records"):
         if hasattr(saved, "_metadata") or "__batch_size" in saved:
             return TensorDict().load_state_dict(copy(saved), strict=False)
         return TensorDict(saved, []).unflatten_keys(".")  # a copy without the attribute in which tensordict keeps sizes
-    except Exception as error:
-        raise ValueError(f"The records of the checkpoint are not those of a tensordict: {error}. {_LIKE}") from error
 
 
 def leaves_of(data: Any, *, like: Any = None) -> dict[str, torch.Tensor]:
@@ -309,10 +307,8 @@ def _objects_of(records: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _objects(saved: Any) -> list[tuple[Any, Any]]:
-    try:
+    with fitting("What the checkpoint has as entries that are no tensors"):
         objects = [(tuple(key), from_plain(entry)) for key, entry in saved]
-    except Exception as error:
-        raise ValueError(f"The entries of the checkpoint that are no tensors are damaged: {error}. {_LIKE}") from error
     for key, entry in objects:
         if not all(isinstance(part, str) for part in key) or not isinstance(entry, NonTensorData | NonTensorStack):
             raise ValueError(f"The checkpoint's entry {key} that is no tensor is a {type(entry).__name__}. {_LIKE}")
@@ -392,14 +388,11 @@ def _turning(hook: Any) -> Callable[..., Any]:
 def _loading(discard: Callable[[], None], what: str) -> Iterator[None]:
     """Clears away what a load that fails has made, and says what does not fit."""
     try:
-        yield
-    except BaseException as error:
+        with fitting(what):
+            yield
+    except BaseException:
         discard()
-        if isinstance(error, MemoryError | torch.OutOfMemoryError | FileNotFoundError | ValueError):
-            raise
-        if not isinstance(error, Exception):
-            raise
-        raise ValueError(f"{what} cannot be loaded here: {error}. {_LIKE}") from error
+        raise
 
 
 @contextlib.contextmanager
