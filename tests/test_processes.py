@@ -553,7 +553,7 @@ def test_a_checkpoint_whose_records_others_could_not_join_is_refused(road, kind,
     source.extend(records_of[kind])
     rb = g.GenerationalReplayBuffer(storage=g.GenerationalLazyTensorStorage(8), batch_size=2, shared=True)
     source.dumps(tmp_path / "saved")
-    with pytest.raises(TypeError, match="must be tensordicts|entries that are no tensors"):
+    with pytest.raises(ValueError, match="must be tensordicts|entries that are no tensors"):
         rb.load_state_dict(source.state_dict()) if road == "state dict" else rb.loads(tmp_path / "saved")
     assert (len(rb), rb.storage.initialized, rb.storage.generations.tolist()) == (0, False, [-1] * 8)
 

@@ -100,6 +100,10 @@ class ChangeLog:
         """The write that began last is complete."""
         self._numbers[_COMPLETED] += 1
 
+    def settle(self) -> None:
+        """No slot is left whose last write did not end."""
+        self._numbers[_COMPLETED] = self._numbers[_BEGUN]
+
     @property
     def interrupted(self) -> bool:
         """Whether a write was ever left incomplete. Meant for whoever holds the lock and does not write."""

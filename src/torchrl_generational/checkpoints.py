@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, is_tensor_collection
 from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers import ReplayBuffer
-from torchrl.data.replay_buffers.checkpointers import H5StorageCheckpointer
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler
 
 from torchrl_generational import manifest
 from torchrl_generational.folder_lock import refuse_used_folder
-from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
+from torchrl_generational.generations import ReadyStamps
+from torchrl_generational.loaded import LoadedRecords, file_of
+from torchrl_generational.max_value import GenerationalTensorDictMaxValueWriter
+from torchrl_generational.plain import to_plain, unshared
+from torchrl_generational.restores import PREFETCHED, Plan, Rest, Saved, carry_out, load_part
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
+from torchrl_generational.storages import GenerationalStorageMixin
 from torchrl_generational.trees import TreeState
+from torchrl_generational.writer_state import WriterState
+from torchrl_generational.writers import GenerationalWriterMixin
 
-__all__ = ["PREFETCHED", "CheckedCheckpoints"]
-
-PREFETCHED = "_generational_prefetched"  # the queue of prefetched batches, which TorchRL keeps as objects
+__all__ = ["CheckedCheckpoints", "parts_of_state", "plain_state"]
 
 # A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
 _Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
@@ -35,15 +36,18 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     def state_dict(self) -> dict[str, Any]:
         """One consistent snapshot under TorchRL's keys, of tensors, numbers, dicts and lists only.
 
-        ``torch.load(..., weights_only=True)`` reads it, unless records or transforms hold other objects. TorchRL reads
+        ``torch.load(..., weights_only=True)`` reads it, unless records or transforms hold other objects; so it is with
+        TorchRL's own prioritized samplers, whose trees are objects in TorchRL's states and tensors here. TorchRL reads
         records and stamps, and neither the priorities nor the prefetched batches.
         """
         self._ready()
+        self._refuse_in_own_draw("state_dict")
         with self._futures_lock:
             self.synchronize()  # work in flight needs the storage's lock
             with self._exclusive():
                 self._catch_up_here()
                 state: dict[str, Any] = super().state_dict()
+                state["_sampler"] = plain_state(self._sampler, state["_sampler"])
         prefetched = state["_prefetch_state"]
         state[PREFETCHED] = to_plain(prefetched["queue"])
         state["_prefetch_state"] = prefetched | {"queue": ()}
@@ -53,40 +57,101 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         """Takes over a state of this class, or of the TorchRL class behind it. See *Guarantees* for its handles.
 
         Raises:
-            ValueError: if capacity, shapes or priorities do not fit; nothing has changed then.
+            ValueError: if a part of it does not fit, is damaged, or belongs to another kind of part.
+
+        Whatever is raised, and wherever: all of it has been taken over then, or nothing has changed.
         """
         self._ready()
         self._refuse_write()
-        if PREFETCHED in state_dict:
-            queue = from_plain(state_dict[PREFETCHED])
-            state_dict = state_dict | {"_prefetch_state": state_dict["_prefetch_state"] | {"queue": queue}}
-        self._validate_prefetch_state(state_dict.get("_prefetch_state"))
+        self._refuse_in_own_draw("load_state_dict")
+        parts = parts_of_state(state_dict)
         with self._futures_lock:
             self.synchronize()  # work in flight needs the storage's lock
             with self._exclusive():
-                self._check_state(state_dict["_storage"], state_dict["_sampler"], state_dict["_writer"])
-                with self._loading_storage():
-                    super().load_state_dict(state_dict)
 
-    def _check_state(self, storage: dict[str, Any], sampler: dict[str, Any], writer: dict[str, Any]) -> None:
-        """Refuses the states of the three parts if they do not fit. Lock held."""
-        self._refuse_restore()
-        if self._storage.lock.is_shared and storage["initialized"]:
-            self._storage.check_first_records(storage["_storage"], bool(storage.get(RECORD_OBJECTS)))
-        self._check_records(_leaves(storage["_storage"]), storage["_len"])
-        self._check_stamps(writer.get("_generation"))
-        if isinstance(self._sampler, GenerationalPrioritizedSampler):
-            self._check_priorities(TreeState.from_state_dict(sampler))
+                def make(plan: Plan) -> None:
+                    self._plan_parts(plan, *(Saved(part) for part in parts))
+                    Rest.from_state_dict(self, state_dict).plan(plan, self)
 
-    def _check_saved(self, storage: Path | None, sampler: Path, writer: Path) -> None:
-        """Refuses the folders of the three parts if they do not fit; ``None``: no records were saved. Lock held."""
+                carry_out(make)
+
+    def _plan_parts(
+        self, plan: Plan, storage: Saved, sampler: Saved, writer: Saved, *, may_be_newer: bool = False
+    ) -> None:
+        """Plans to take over the three parts, refusing what does not fit. Lock held until it is carried out.
+
+        Args:
+            plan: of the restore.
+            storage: its records; empty: none were saved.
+            sampler: its priorities, or what else it has.
+            writer: its cursor, and the stamps.
+            may_be_newer: whether the records may be newer than the stamps.
+        """
         self._refuse_restore()
-        if storage is not None:
-            self._check_stored_records(storage)
-        saved = json.loads((writer / "metadata.json").read_text()).get("generation_shape")
-        self._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
-        if isinstance(self._sampler, GenerationalPrioritizedSampler):
-            self._check_priorities(TreeState.from_path(sampler))
+        held, reader = self._storage, state_reader(self._writer)
+        own = isinstance(held, GenerationalStorageMixin)
+        state = None if reader is None else reader(writer)
+        if state is None or not own:
+            plan.load(held.slot_generations.keep, _nothing)  # which parts that load themselves may replace
+        loaded = LoadedRecords.of(held, storage) if own else None
+        if loaded is not None:
+            plan.discard(loaded.discard)
+        stamps = None if state is None or may_be_newer else state.ready_stamps(held.slot_generations)
+        if state is None:
+            load_part(plan, self._writer, "writer", writer)
+        else:
+            state.plan(plan, self._writer)
+        if loaded is None:
+            if storage == Saved():
+                plan.install(held._empty)
+            else:
+                load_part(plan, held, "storage", storage)
+        else:
+            if state is not None:
+                state.check(loaded.capacity, loaded.rows)
+            held.plan(plan, loaded, stamps, loader=self)
+        self._plan_sampler(plan, sampler)
+        newest = None if state is None else state.newest
+        plan.install(lambda: self._go_on(stamps, newest), last=True)
+
+    def _plan_sampler(self, plan: Plan, saved: Saved) -> None:
+        sampler = self._sampler
+        if not keeps_plain_trees(sampler):
+            load_part(plan, sampler, "sampler", saved)
+            return
+        state = TreeState.from_state_dict(saved.state) if saved.folder is None else TreeState.from_path(saved.folder)
+        capacity = None
+        if self._storage.ndim > 1 and isinstance(sampler, GenerationalPrioritizedSampler):
+            if not getattr(self._storage, "initialized", True):
+                capacity = state.sums.numel()  # saved after its storage had rounded its capacity up to whole rows
+        state.check(sampler, capacity=capacity)
+        plan.install(state.ready(sampler))
+
+    def _go_on(self, stamps: ReadyStamps | None, newest: int | None) -> None:
+        """What the parts need to know of each other, once they have been loaded. Can be called again. Lock held.
+
+        TorchRL keeps the place of the newest record of before, by which slices and trajectories are told apart.
+        """
+        storage = self._storage
+        if stamps is not None and not isinstance(storage, GenerationalStorageMixin):
+            storage.slot_generations.install(stamps)  # which a storage that loads itself knows nothing of
+        if self._follower is not None and self._drawing_sampler() is self._sampler:  # which was loaded
+            self._follower.has_seen_all(storage)
+        rows = int(storage._len_along_dim0 or 0) if storage.initialized else 0
+        if rows and newest is None and hasattr(self._writer, "_cursor"):
+            newest = (self._writer._cursor - 1) % rows
+        if rows and newest is not None:
+            storage._set_last_cursor(torch.tensor([newest % rows]))
+
+    def _refuse_in_own_draw(self, method: str) -> None:
+        """Refuses to wait for all prefetched draws in one of them, where a transform calls back."""
+        threads = getattr(getattr(self, "_prefetch_executor", None), "_threads", ())
+        if threading.current_thread() in threads:
+            raise RuntimeError(
+                f"{type(self).__name__}.{method} waits for the draws that are made ahead, and was called in one of "
+                "them, by a transform or a collate_fn: it would wait for good. Call it outside of them, or make the "
+                "buffer with prefetch=0."
+            )
 
     def _clone_prefetch_result(self, result: Any) -> Any:
         """TorchRL's fails for samples with a stack of objects that are no tensors."""
@@ -107,6 +172,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             path: an existing directory, or one to make in an existing directory. One process at a time uses it.
         """
         self._ready()
+        self._refuse_in_own_draw("dumps")
         path = Path(path).absolute()
         path.mkdir(exist_ok=True)
         with self._futures_lock:
@@ -127,125 +193,80 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         scratch = getattr(self._storage, "scratch_dir", None)
         if scratch is not None and Path(scratch).resolve() == folder:
             return True
-        files = map(_file_of, tree_leaves(getattr(self._storage, "_storage", None)))
-        return any(folder in file.resolve().parents for file in files if file is not None)
+        files = map(file_of, tree_leaves(getattr(self._storage, "_storage", None)))
+        return any(folder in file.parents for file in files if file is not None)
 
     def loads(self, path: str | Path) -> None:
         """Takes over what ``dumps`` of this class, or of the TorchRL class behind it, saved at ``path``.
 
         Raises:
-            FileNotFoundError: if a part is missing; nothing has changed then.
-            ValueError: if parts are torn or do not belong together, come from a later version, or do not fit
-                (capacity, shapes, priorities); nothing has changed then.
+            FileNotFoundError: if a part is missing.
+            ValueError: if parts are torn or do not belong together, come from a later version, or do not fit.
+
+        Whatever is raised, and wherever: all of it has been taken over then, or nothing has changed.
         """
         self._ready()
         self._refuse_write()
+        self._refuse_in_own_draw("loads")
         path = Path(path).absolute()
         with self._futures_lock:
             self.synchronize()
             manifest.settle(path)
-            records_may_be_newer = manifest.verify(path)
+            may_be_newer = manifest.verify(path)
             with self._exclusive():
-                self._check_saved(path / "storage", path / "sampler", path / "writer")
-                if self._lies_in(path / "storage"):
-                    manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
-                with self._loading_storage():
-                    super().loads(path)
-                if records_may_be_newer:
-                    self._storage.slot_generations.replaced(int(self._storage._len_along_dim0 or 0))
 
-    @contextlib.contextmanager
-    def _loading_storage(self) -> Iterator[None]:
-        """Tells the storage whose sampler and writer are about to be loaded too, and which record is its newest then.
+                def make(plan: Plan) -> None:
+                    parts = (Saved(folder=path / part) for part in ("storage", "sampler", "writer"))
+                    self._plan_parts(plan, *parts, may_be_newer=may_be_newer)
+                    Rest.from_path(self, path).plan(plan, self)
+                    if self._lies_in(path / "storage"):
+                        manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
 
-        TorchRL keeps the place of the newest record of before, by which slices and trajectories are told apart. Lock
-        held.
-        """
-        storage = self._storage
-        storage._loading = self
-        try:
-            yield
-        finally:
-            storage._loading = None
-        if self._follower is not None and self._drawing_sampler() is self._sampler:  # which was loaded
-            self._follower.has_seen_all(storage)
-        rows = int(storage._len_along_dim0 or 0) if storage.initialized else 0
-        if rows and hasattr(self._writer, "_cursor"):
-            storage._set_last_cursor(torch.tensor([(self._writer._cursor - 1) % rows]))
-
-    def _check_stored_records(self, folder: Path) -> None:
-        if not (folder / "storage_metadata.json").exists():
-            if isinstance(self._storage.checkpointer, H5StorageCheckpointer):
-                return
-            raise FileNotFoundError(f"{folder.parent} is not a complete checkpoint: storage_metadata.json is missing.")
-        metadata = json.loads((folder / "storage_metadata.json").read_text())
-        tensordicts = not metadata["is_pytree"] and (folder / "meta.json").exists()
-        records = TensorDict.load_memmap(folder) if tensordicts else None
-        if self._storage.lock.is_shared and metadata["len"]:
-            self._storage.check_first_records(records, records is not None and any(objects_in(records)))
-        compressed = bool(getattr(self._storage.checkpointer, "_load_hooks", None))
-        if records is not None and not compressed:
-            self._check_records(_leaves(records), metadata["len"])
-
-    def _check_records(self, saved: dict[str, torch.Tensor], length: int) -> None:
-        storage = self._storage
-        own = _leaves(storage._storage) if getattr(storage, "initialized", False) else {}
-        room = max(storage.max_size, storage.generations.numel())
-        if own and saved and own.keys() != saved.keys():
-            raise ValueError(
-                f"The checkpoint holds the entries {sorted(saved)} but this storage {sorted(own)}. Load it into a "
-                "buffer like the one that it was saved from."
-            )
-        for name, leaf in saved.items():
-            if name in own and leaf.shape != own[name].shape:
-                raise ValueError(
-                    f"The checkpoint holds {name!r} of shape {tuple(leaf.shape)} but this storage has shape "
-                    f"{tuple(own[name].shape)}. Load it into a buffer like the one that it was saved from."
-                )
-            if not own:
-                # a storage without data rounds its capacity up to whole rows
-                cells, row = math.prod(leaf.shape[: storage.ndim]), math.prod(leaf.shape[1 : storage.ndim])
-                if not storage.max_size <= cells < storage.max_size + row:
-                    raise ValueError(
-                        f"The checkpoint was saved from a storage of {cells} records but this one holds "
-                        f"{storage.max_size}. Load it into a buffer of the same capacity."
-                    )
-                room = max(room, cells)
-        if not 0 <= length <= room:
-            raise ValueError(
-                f"The checkpoint holds {length} records but this storage has room for {room}. Load it into a buffer of "
-                "the same capacity."
-            )
-
-    def _check_stamps(self, saved: torch.Tensor | None) -> None:
-        if saved is not None:
-            self._storage.slot_generations.check(saved)
-
-    def _check_priorities(self, saved: TreeState) -> None:
-        grown = saved.sums.numel() - self._sampler._max_capacity
-        if grown > 0 and self._storage.ndim > 1 and not self._storage.initialized:
-            self._sampler.grow(grown)  # saved after its storage had rounded its capacity up to whole rows
-        saved.check(self._sampler)
+                carry_out(make)
 
 
-def _file_of(leaf: Any) -> Path | None:
-    """The file of a memory-mapped tensor, if it has one with a name."""
-    try:
-        return Path(leaf.filename)
-    except (AttributeError, RuntimeError, TypeError):
-        return None
+def parts_of_state(state: Any, kind: str = "a buffer") -> list[Any]:
+    """The states of storage, sampler and writer in that of a buffer, or of an ensemble.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if not isinstance(state, dict):
+        raise ValueError(f"The state of {kind} should be a dict, got {type(state).__name__}. Nothing was loaded.")
+    names = ("_storage", "_sampler", "_writer", "_transforms", "_batch_size")
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise ValueError(
+            f"The state is not that of {kind}: it lacks {missing} and has {sorted(map(str, state))}. Nothing was "
+            f"loaded. Pass what state_dict() of {kind} gave."
+        )
+    return [state[name] for name in names[:3]]
 
 
-def _leaves(data: Any) -> dict[str, torch.Tensor]:
-    """Tensors by name, of a storage's data or of its state."""
-    if isinstance(data, torch.Tensor):
-        return {"data": data}
-    if is_tensor_collection(data):
-        return {
-            ".".join(key) if isinstance(key, tuple) else key: leaf
-            for key, leaf in data.items(True, True)
-            if isinstance(leaf, torch.Tensor)
-        }
-    if isinstance(data, dict):
-        return {key: leaf for key, leaf in data.items() if isinstance(leaf, torch.Tensor)}
-    return {}
+def plain_state(sampler: Any, state: Any) -> Any:
+    """The state of a sampler with its trees as tensors, which are objects in that of TorchRL's own. Lock held."""
+    if keeps_plain_trees(sampler) and not isinstance(sampler, GenerationalPrioritizedSampler):
+        return TreeState.of(sampler).state_dict()
+    return state
+
+
+def state_reader(writer: Any) -> Any:
+    """What reads a saved state of a writer of this package; ``None`` for others, which load themselves."""
+    kinds = (GenerationalWriterMixin, GenerationalTensorDictMaxValueWriter)
+    for kind in kinds:
+        if isinstance(writer, kind) and type(writer).load_state_dict is kind.load_state_dict:
+            return lambda saved: WriterState.of(writer, saved, ranks=kind is GenerationalTensorDictMaxValueWriter)
+    return None
+
+
+def keeps_plain_trees(sampler: Any) -> bool:
+    """Whether the trees, exponents and running maximum are all that a sampler saves."""
+    own = type(sampler)
+    return any(
+        isinstance(sampler, kind) and own.load_state_dict is kind.load_state_dict and own.loads is kind.loads
+        for kind in (GenerationalPrioritizedSampler, PrioritizedSliceSampler, PrioritizedSampler)
+    )
+
+
+def _nothing() -> None:
+    pass

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torchrl.data.replay_buffers import ReplayBufferEnsemble
 
 from torchrl_generational import manifest
-from torchrl_generational.checkpoints import PREFETCHED
+from torchrl_generational.checkpoints import CheckedCheckpoints, parts_of_state, plain_state
 from torchrl_generational.folder_lock import refuse_used_folder
-from torchrl_generational.plain import from_plain, to_plain
+from torchrl_generational.metadata import read_json, reading
+from torchrl_generational.plain import to_plain
+from torchrl_generational.restores import PREFETCHED, Plan, Rest, Saved, carry_out, load_part
 
 __all__ = ["EnsembleCheckpoints"]
 
@@ -26,6 +26,8 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
 
     _rbs: tuple[Any, ...]
 
+    _refuse_in_own_draw = CheckedCheckpoints._refuse_in_own_draw
+
     def _refuse_write(self) -> None:
         """Refuses a process that must not write to one of the members."""
         raise NotImplementedError
@@ -36,10 +38,13 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
 
     def state_dict(self) -> dict[str, Any]:
         """One consistent snapshot of all members, in TorchRL's layout; see the members' own ``state_dict``."""
+        self._refuse_in_own_draw("state_dict")
         with self._still():
             for rb in self._rbs:
                 rb._catch_up_here()
             state: dict[str, Any] = super().state_dict()
+            for number, rb in enumerate(self._rbs):
+                state["_sampler"][str(number)] = plain_state(rb.sampler, state["_sampler"][str(number)])
         prefetched = state["_prefetch_state"]
         return state | {PREFETCHED: to_plain(prefetched["queue"]), "_prefetch_state": prefetched | {"queue": ()}}
 
@@ -47,29 +52,33 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         """Takes over a state of this class, or of TorchRL's, in one section over all members.
 
         Raises:
-            ValueError: if the number of members, capacities, shapes or priorities do not fit; nothing has changed.
+            ValueError: if the number of members or any part of them does not fit.
+
+        Whatever is raised, and wherever: all members have taken over theirs then, or nothing has changed in any.
         """
         self._refuse_write()
-        if PREFETCHED in state_dict:
-            queue = from_plain(state_dict[PREFETCHED])
-            state_dict = state_dict | {"_prefetch_state": state_dict["_prefetch_state"] | {"queue": queue}}
-        self._validate_prefetch_state(state_dict.get("_prefetch_state"))
-        parts = [state_dict.get(part, {}) for part in ("_storage", "_sampler", "_writer")]
-        if any(set(part) - set(map(str, range(len(part)))) or not part for part in parts):
+        self._refuse_in_own_draw("load_state_dict")
+        parts = parts_of_state(state_dict, "an ensemble")
+        if any(not isinstance(part, dict) or not part or set(part) - set(map(str, range(len(part)))) for part in parts):
+            shown = sorted(map(str, parts[0])) if isinstance(parts[0], dict) else type(parts[0]).__name__
             raise ValueError(
                 f"The state is not that of an ensemble, whose members have numbers: it has {sorted(state_dict)}, and "
-                f"for the storage {sorted(map(str, parts[0]))}. Nothing was loaded. Load a state of a single buffer "
+                f"for the storage {shown}. Nothing was loaded. Load a state of a single buffer "
                 "into a member, ensemble[i].load_state_dict(...)."
             )
         self._check_number(*(len(part) for part in parts))
         with self._still():
-            for number, rb in enumerate(self._rbs):
-                rb._check_state(*(part[str(number)] for part in parts))
-            with self._loading():
-                super().load_state_dict(state_dict)
+
+            def make(plan: Plan) -> None:
+                for number, rb in enumerate(self._rbs):
+                    rb._plan_parts(plan, *(Saved(part[str(number)]) for part in parts))
+                Rest.from_state_dict(self, state_dict).plan(plan, self)
+
+            carry_out(make)
 
     def dumps(self, path: str | Path) -> None:
         """Saves all members in one section, in TorchRL's layout with a manifest; see the members' own ``dumps``."""
+        self._refuse_in_own_draw("dumps")
         path = Path(path).absolute()
         path.mkdir(exist_ok=True)
         with self._still():
@@ -91,23 +100,38 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
             FileNotFoundError, ValueError: as the members' own ``loads``; nothing has changed in any member.
         """
         self._refuse_write()
+        self._refuse_in_own_draw("loads")
         path = Path(path).absolute()
         with self._still():
             manifest.settle(path)
-            records_may_be_newer = manifest.verify(path, members=len(self._rbs))
+            may_be_newer = manifest.verify(path, members=len(self._rbs))
             self._check_number(sum(entry.is_dir() for entry in (path / "writer").iterdir()))
-            said = path / "storage" / "metadata.json"
-            empty = json.loads(said.read_text())["empty_members"] if said.exists() else ()
-            for number, rb in enumerate(self._rbs):
-                storage, sampler, writer = (path / part / str(number) for part in ("storage", "sampler", "writer"))
-                rb._check_saved(None if number in empty else storage, sampler, writer)
-            if self._lie_in(path / "storage"):
-                manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
-            with self._loading():
-                super().loads(path)
-            if records_may_be_newer:
-                for rb in self._rbs:
-                    rb.storage.slot_generations.replaced(int(rb.storage._len_along_dim0 or 0))
+
+            def make(plan: Plan) -> None:
+                empty = self._members_without_records(path)
+                for number, rb in enumerate(self._rbs):
+                    parts = [Saved(folder=path / part / str(number)) for part in ("storage", "sampler", "writer")]
+                    if number in empty:
+                        parts[0] = Saved()
+                    rb._plan_parts(plan, *parts, may_be_newer=may_be_newer)
+                for number, transform in enumerate(self._storage._transforms or ()):
+                    if transform is not None:
+                        file = path / "storage" / f"{number}_transform.pt"
+                        with reading(file):
+                            state = torch.load(file)
+                        load_part(plan, transform, f"transform of member {number}", Saved(state))
+                Rest.from_path(self, path).plan(plan, self)
+                if self._lie_in(path / "storage"):
+                    manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
+
+            carry_out(make)
+
+    def _members_without_records(self, path: Path) -> list[int]:
+        said = path / "storage" / "metadata.json"
+        empty = read_json(said).get("empty_members") if said.exists() else []
+        if not isinstance(empty, list) or any(number not in range(len(self._rbs)) for number in empty):
+            raise ValueError(f"{said} has empty_members={empty!r:.80}: it is damaged. Nothing was loaded.")
+        return empty
 
     def _lie_in(self, folder: Path) -> bool:
         """Whether the files of members are those of their numbers in ``folder``.
@@ -131,10 +155,3 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
                 f"The checkpoint holds {max(saved)} members but this ensemble has {len(self._rbs)}. Nothing was "
                 "loaded. Load it into an ensemble like the one that it was saved from."
             )
-
-    @contextlib.contextmanager
-    def _loading(self) -> Iterator[None]:
-        with contextlib.ExitStack() as loading:
-            for rb in self._rbs:
-                loading.enter_context(rb._loading_storage())
-            yield

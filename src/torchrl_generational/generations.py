@@ -7,7 +7,9 @@ A slot's generation is an int64 that changes whenever the slot receives a new re
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 
 from torchrl_generational.stamps import NEVER_WRITTEN, WrittenStamps, flipped
 
-__all__ = ["GENERATION_KEY", "SlotGenerations"]
+__all__ = ["GENERATION_KEY", "ReadyStamps", "SlotGenerations"]
 
 #: The key (and info entry) under which a sample carries the generations of its records. TorchRL's own name.
 GENERATION_KEY = "index_generation"
@@ -26,6 +28,22 @@ _Rows = np.ndarray[Any, np.dtype[np.int64]]
 #: Bits of a stamp that count records; those above number the incarnation.
 COUNT_BITS = 32
 _LONGEST_STEP = 2**16
+_LAST_INCARNATION = 2 ** (63 - COUNT_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyStamps:
+    """Stamps that are checked and ready to take the place of others; see :meth:`SlotGenerations.install`.
+
+    Attributes:
+        state: int64 ``[num_rows + 1]``: the stamps, and the smallest one of the incarnation that begins with them.
+        lineage: of the stamps.
+        loaded: whether they are those of records loaded where no handle had been taken.
+    """
+
+    state: torch.Tensor
+    lineage: int
+    loaded: bool = False
 
 
 class SlotGenerations(WrittenStamps):
@@ -36,7 +54,8 @@ class SlotGenerations(WrittenStamps):
     their stamps, and records written afterwards get stamps that no earlier or abandoned timeline could have issued:
     the next stamp of a row is ``max(stamp, incarnation * 2**32 - 1) + 1``. A row that is rewritten 2**32 times within
     one incarnation carries into the next: still growing, still unique in its row. The sign bit is out of reach: 2**31
-    incarnations last for 2**16 restores on average, and a restore beyond is refused.
+    incarnations last for 32,767 restores at least and 65,533 on average, and one beyond is refused before it changes
+    anything. A checkpoint of the 2**15th restore counts like the restores themselves: incarnations are saved.
 
     Two restores of *one* checkpoint that both live on draw the same step with probability 2**-16, per pair; a handle of
     the one can be live in the other only then. A checkpoint of *another* buffer, known by its lineage, brings no
@@ -104,23 +123,77 @@ class SlotGenerations(WrittenStamps):
         """Moves on to an incarnation later than this one and than ``after``, by a random step. O(1).
 
         Raises:
-            OverflowError: after some 2**16 restores, when no later incarnation fits into a stamp.
+            OverflowError: when no later incarnation fits into a stamp, whatever the step.
         """
-        incarnation = max(self.incarnation, after) + 1 + secrets.randbelow(_LONGEST_STEP)
-        if incarnation >= 2 ** (63 - COUNT_BITS):
+        self._state[-1] = self._later(after) << COUNT_BITS
+
+    def _later(self, after: int = 0) -> int:
+        """An incarnation later than this one and than ``after``, by a random step."""
+        latest = max(self.incarnation, after)
+        if latest > _LAST_INCARNATION - _LONGEST_STEP:
             raise OverflowError(
-                "These generations have been restored so often that no later incarnation fits into 64 bits. Write the "
-                "records into a new storage."
+                f"These generations, or those of the checkpoint, are of incarnation {latest}: they have been restored "
+                "so often that no later incarnation fits into 64 bits. Write the records into a new storage."
             )
-        self._state[-1] = incarnation << COUNT_BITS
+        return latest + 1 + secrets.randbelow(_LONGEST_STEP)
 
     def replaced(self, num_rows: int, *, after: int = 0) -> None:
-        """All records were replaced and the first ``num_rows`` rows hold one: no earlier handle names any. O(rows)."""
-        unused = not self._issued()
-        self.begin_incarnation(after=after)
-        self.invalidate()
-        self.mark_written(num_rows)
-        self._loaded = (int(self._state[-1]), self._time()) if unused and num_rows else None
+        """All records were replaced and the first ``num_rows`` rows hold one: no earlier handle names any. O(rows).
+
+        Raises:
+            OverflowError: when no later incarnation fits into a stamp; nothing has changed then.
+        """
+        self.install(self.replacement(num_rows, after=after))
+
+    def replacement(self, num_rows: int, *, after: int = 0) -> ReadyStamps:
+        """What :meth:`replaced` installs. O(rows).
+
+        Raises:
+            OverflowError: when no later incarnation fits into a stamp.
+        """
+        least = self._later(after) << COUNT_BITS
+        state = torch.where(self._state >= 0, (self._state + 1).clamp_min_(least), self._state)
+        state[-1] = least
+        state[:num_rows].masked_fill_(state[:num_rows] < 0, least)
+        return ReadyStamps(state, self.lineage, loaded=bool(num_rows) and not self._issued())
+
+    def withdraw(self) -> None:
+        """All records are about to be replaced: no slot holds one until stamps are installed. O(rows).
+
+        Whoever is killed or fails for good in between leaves slots that the next writes fill.
+        """
+        if self.log is not None:
+            self.log.note_all()
+        self._interrupted = True
+        if self._shared and self.log is not None:
+            self.log.begin()
+        torch.where(self._values >= 0, flipped(self._values), self._values, out=self._values)
+
+    def keep(self) -> Callable[[], None]:
+        """Keeps these stamps and returns the way back to them. O(rows)."""
+        loaded = self._loaded is not None and self._loaded[1] == self._time()
+        held = ReadyStamps(self._state.clone(), self.lineage, loaded)
+        return lambda: self.install(held)
+
+    def install(self, ready: ReadyStamps) -> None:
+        """Puts stamps in place, whose records are there. Can be called again wherever it was left. O(rows)."""
+        torn = bool((ready.state < NEVER_WRITTEN).any())
+        log = self.log
+        if log is not None:
+            log.note_all()
+            log.forget(slice(None))
+        if torn:
+            self._interrupted = True
+            if self._shared and log is not None:
+                log.begin()
+        self._state[-1:] = ready.state[-1:]  # first: a process that is killed in between must not count on from before
+        self._values.copy_(ready.state[:-1])
+        self.lineage = ready.lineage
+        self._loaded = (int(ready.state[-1]), self._time()) if ready.loaded else None
+        if not torn:
+            self._interrupted = False
+            if self._shared and log is not None:
+                log.settle()
 
     def _time(self) -> int:
         return 0 if self.log is None else self.log.clock
@@ -175,23 +248,38 @@ class SlotGenerations(WrittenStamps):
         """What :meth:`restore` needs besides the stamps to know where they come from."""
         return {"lineage": self.lineage, "incarnation": self.incarnation}
 
-    def check(self, values: torch.Tensor) -> None:
+    def check(self, values: torch.Tensor, *, lineage: Any = None, incarnation: Any = None) -> None:
         """Refuses saved stamps that do not fit; see :meth:`restore`.
 
         Raises:
-            ValueError: if ``values`` is not a 1-D int64 tensor or has more rows than this object.
+            ValueError: if ``values`` is not a 1-D int64 tensor or has more rows than this object, if ``lineage`` or
+                ``incarnation`` is no number that one can have, or if a stamp is of a later incarnation.
         """
-        if values.dtype != torch.int64 or values.ndim != 1:
-            raise ValueError(
-                f"Saved generations must be a 1-D int64 tensor, got {values.dtype} of shape {tuple(values.shape)}."
-            )
+        if not isinstance(values, torch.Tensor) or values.dtype != torch.int64 or values.ndim != 1:
+            shown = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else values
+            raise ValueError(f"Saved generations must be a 1-D int64 tensor, got {shown!s:.80}.")
         if values.shape[0] > self.num_rows:
             raise ValueError(
                 f"Saved generations cover {values.shape[0]} slots but this storage has {self.num_rows}. Load the "
                 "checkpoint into a storage of the capacity that it was saved from."
             )
+        for name, number, end in (
+            ("lineage", lineage, 2**63),
+            ("incarnation", incarnation, _LAST_INCARNATION + 1),
+        ):
+            if number is not None and not (type(number) is int and 0 <= number < end):
+                raise ValueError(
+                    f"The checkpoint says that its generations have the {name} {number!r:.80}, which should be an int "
+                    f"in [0, {end}): it is damaged. Nothing was loaded. Use another checkpoint."
+                )
+        latest = _latest(values)
+        if incarnation is not None and latest > incarnation:
+            raise ValueError(
+                f"The checkpoint holds generations of incarnation {latest} and says that {incarnation} is its last: it "
+                "is damaged. Nothing was loaded. Use another checkpoint."
+            )
 
-    def restore(self, values: torch.Tensor, *, lineage: int | None = None, incarnation: int = 0) -> None:
+    def restore(self, values: torch.Tensor, *, lineage: int | None = None, incarnation: int | None = None) -> None:
         """Takes over the stamps of a checkpoint whose records are in place; rows beyond them become never written.
 
         Where this object has issued stamps of another lineage, those of the checkpoint cannot be told from them:
@@ -202,30 +290,34 @@ class SlotGenerations(WrittenStamps):
         Args:
             values: int64 ``[rows]``.
             lineage: of the generations saved; ``None`` for a checkpoint of TorchRL's, which has none.
-            incarnation: of the generations saved.
+            incarnation: of the generations saved, which no stamp is later than; ``None`` if that is not known.
 
         Raises:
-            ValueError: if ``values`` is not a 1-D int64 tensor or has more rows than this object; nothing has changed.
+            ValueError: as :meth:`check`, or if no later incarnation fits into a stamp; nothing has changed.
         """
-        self.check(values)
+        self.install(self.restored(values, lineage=lineage, incarnation=incarnation))
+
+    def restored(
+        self, values: torch.Tensor, *, lineage: int | None = None, incarnation: int | None = None
+    ) -> ReadyStamps:
+        """What :meth:`restore` installs.
+
+        Raises:
+            ValueError: as :meth:`restore`.
+        """
+        self.check(values, lineage=lineage, incarnation=incarnation)
         foreign = self.lineage != lineage and self._issued()
-        if self.log is not None:
-            self.log.note_all()
-        latest = max(int(values.max()) >> COUNT_BITS, incarnation) if values.numel() else incarnation
-        self.begin_incarnation(after=latest)
-        self._values[values.shape[0] :] = NEVER_WRITTEN
-        saved = values.to(self._values.device)
+        try:
+            least = self._later(max(_latest(values), incarnation or 0)) << COUNT_BITS
+        except OverflowError as error:
+            raise ValueError(f"{error} Nothing was loaded.") from None
+        state = torch.full_like(self._state, NEVER_WRITTEN)
+        state[-1] = least
+        state[: values.shape[0]] = values
         if foreign:
-            base = torch.where(saved >= 0, self._state[-1:], flipped(self._state[-1:]))
-            saved = torch.where(saved == NEVER_WRITTEN, NEVER_WRITTEN, base)
-        elif lineage is not None:
-            self.lineage = lineage
-        self._values[: values.shape[0]] = saved
-        self._loaded = None
-        if bool((saved < NEVER_WRITTEN).any()):
-            self._interrupted = True
-            if self._shared and self.log is not None:
-                self.log.begin()
+            state[:-1].masked_fill_(state[:-1] >= 0, least)
+            state[:-1].masked_fill_(state[:-1] < NEVER_WRITTEN, flipped(least))
+        return ReadyStamps(state, self.lineage if foreign or lineage is None else lineage)
 
     def to(self, device: torch.device | str) -> None:
         """Moves the stamps, e.g. when a storage with ``device="auto"`` learns where its data lives."""
@@ -259,3 +351,10 @@ class SlotGenerations(WrittenStamps):
         self._look()
         if new_timeline:
             self.begin_incarnation()
+
+
+def _latest(stamps: torch.Tensor) -> int:
+    """The latest incarnation among stamps, those of slots whose last write did not end included; 0 without any."""
+    if not stamps.numel():
+        return 0
+    return max(int(stamps.max()), flipped(int(stamps.min())), 0) >> COUNT_BITS

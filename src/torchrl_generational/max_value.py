@@ -15,9 +15,11 @@ from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter
 
 from torchrl_generational.counters import SharedCounter
 from torchrl_generational.protocols import generations_on
+from torchrl_generational.restores import Plan, Saved, carry_out
 from torchrl_generational.stamps import NEVER_WRITTEN
 from torchrl_generational.write_access import refuse_write
-from torchrl_generational.writers import named_origin, origin_in, stamps_in, withdraw_handles
+from torchrl_generational.writer_state import WriterState, named_origin, newest_of
+from torchrl_generational.writers import plan_writer_alone, stamps_in, withdraw_handles
 
 __all__ = ["GenerationalTensorDictMaxValueWriter"]
 
@@ -62,7 +64,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
     _revision: int | None = None
     _cursor: int
     _write_count: int
-    _waiting: tuple[torch.Tensor, dict[str, int]] | None = None  # stamps loaded while there is no storage
+    _waiting: tuple[torch.Tensor, dict[str, Any]] | None = None  # stamps loaded while there is no storage
 
     def __init__(
         self, rank_key: Any = None, reduction: str = "sum", *, track_generations: bool = True, **kwargs: Any
@@ -212,13 +214,16 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
         """Counters and stamps. The ranking is made of the records again."""
         generations = self._storage.slot_generations
         state = {"_write_count": self._write_count, "_generation": stamps_in(self._storage).clone()}
-        return state | named_origin(generations.origin())
+        return state | named_origin(generations.origin()) | newest_of(self._storage)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over :meth:`state_dict`."""
+        """Takes over :meth:`state_dict`.
+
+        Raises:
+            ValueError: if it is not the state of such a writer, or does not fit; nothing has changed then.
+        """
         self._refuse_write()
-        self._write_count = state_dict["_write_count"]
-        self._take_stamps(state_dict["_generation"], origin_in(state_dict))
+        self._take(WriterState.of(self, Saved(state_dict), ranks=True))
 
     def dumps(self, path: str | Path) -> None:
         """Saves TorchRL's files, and the stamps beside them."""
@@ -227,28 +232,31 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
         stamps = stamps_in(self._storage).cpu()
         MemoryMappedTensor.from_tensor(stamps.contiguous(), filename=Path(path) / "generation.memmap", existsok=True)
         file = Path(path) / "metadata.json"
-        origin = named_origin(self._storage.slot_generations.origin())
+        origin = named_origin(self._storage.slot_generations.origin()) | newest_of(self._storage)
         more = {"generation_shape": list(stamps.shape), "generation_dtype": str(stamps.dtype)} | origin
         file.write_text(json.dumps(json.loads(file.read_text()) | more))
 
     def loads(self, path: str | Path) -> None:
-        """Takes over what :meth:`dumps`, or TorchRL's, saved."""
-        self._refuse_write()
-        metadata = json.loads((Path(path) / "metadata.json").read_text())
-        super().loads(path)
-        self._revision = None
-        if "generation_shape" in metadata:
-            stamps = MemoryMappedTensor.from_filename(
-                Path(path) / "generation.memmap", dtype=torch.int64, shape=torch.Size(metadata["generation_shape"])
-            )
-            self._take_stamps(stamps.as_subclass(torch.Tensor).clone(), origin_in(metadata))
+        """Takes over what :meth:`dumps`, or TorchRL's, saved.
 
-    def _take_stamps(self, stamps: torch.Tensor, origin: dict[str, int]) -> None:
-        self._revision = None
-        if self._storage is None:
-            self._waiting = (stamps, origin)
-        else:
-            self._storage.slot_generations.restore(stamps, **origin)
+        Raises:
+            FileNotFoundError: if a file is missing; nothing has changed then.
+            ValueError: if it is not that of such a writer, does not fit, or is damaged; nothing has changed then.
+        """
+        self._refuse_write()
+        self._take(WriterState.of(self, Saved(folder=Path(path)), ranks=True))
+
+    def _take(self, state: WriterState) -> None:
+        """Takes over a state without the records that it was saved with."""
+        if self._storage is not None:
+            carry_out(lambda plan: plan_writer_alone(plan, self, state))
+            return
+        plan = Plan()
+        state.plan(plan, self)
+        if state.stamps is not None:
+            waiting = (state.stamps.clone(), state.origin)
+            plan.install(lambda: vars(self).update(_waiting=waiting))
+        plan.go()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank_key={self._rank_key!r}, reduction={self._reduction!r})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -370,9 +371,7 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             ValueError: if it does not fit; nothing has changed then.
         """
         refuse_write(self.lock)
-        state = TreeState.from_state_dict(state_dict)
-        state.check(self)
-        state.restore(self)
+        run_through(self._ready_state(TreeState.from_state_dict(state_dict)))
 
     def dumps(self, path: str | Path) -> None:
         """Saves priorities and exponents in TorchRL's layout. O(capacity), without a loop over slots."""
@@ -385,9 +384,11 @@ class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc] 
             ValueError: if it does not fit; nothing has changed then.
         """
         refuse_write(self.lock)
-        state = TreeState.from_path(Path(path))
+        run_through(self._ready_state(TreeState.from_path(Path(path))))
+
+    def _ready_state(self, state: TreeState) -> Callable[[], None]:
         state.check(self)
-        state.restore(self)
+        return state.ready(self)
 
     def fit(self, storage: Storage) -> None:
         """Makes room where a storage of several dimensions rounded its capacity up to whole rows.

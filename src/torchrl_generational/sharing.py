@@ -13,7 +13,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator
-from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -281,29 +280,6 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
             if not isinstance(leaf, MemoryMappedTensor):
                 leaf.share_memory_()  # type: ignore[no-untyped-call]
 
-    @contextlib.contextmanager
-    def _loading_in_place(self) -> Iterator[None]:
-        """Puts records that are loaded meanwhile where the other processes have theirs. Lock held."""
-        if not self.lock.is_shared:
-            yield
-            return
-        before = copy(self._storage) if self.initialized else None
-        written = self._generations.values >= 0
-        self._generations.mark(written)  # until all records are there
-        yield
-        if before is None and self.initialized:
-            self._choose_directory(self._storage[0])
-            self._publish(self._storage.memmap(self._init_directory, copy_existing=True))
-        elif before is not None:
-            self._put_in_place(before)
-        self._generations.complete(written)
-
-    def _put_in_place(self, before: Any) -> None:
-        for old, new in zip(_tensors(before), _tensors(self._storage), strict=True):
-            if old is not new:
-                old.copy_(new)
-        self._storage = before
-
     # ---------------------------------------------------------------- the first write
 
     # TorchRL's collectors put multiprocessing primitives here, which a killed process keeps for good.
@@ -360,11 +336,31 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
             if not self.join():
                 assert self._begun is not None
                 if self._begun.value:  # the process that began is gone, or failed
-                    self._clear_files()
+                    self.clear_files()
                 self._begun.value = 1
                 self._choose_directory(data)
                 self._init_coordinator(data)
                 self._publish(self._storage)
+        self.initialized = True
+
+    def place(self, records: Any) -> Any:
+        """Puts first records, which were loaded, where other processes will find them. Lock held; see :meth:`adopt`.
+
+        Raises:
+            TypeError: if other processes could not join them.
+        """
+        self.check_first_records(records)
+        _refuse_objects(records, type(self).__name__)
+        assert self._begun is not None
+        if self._begun.value:  # the process that began is gone, or failed
+            self.clear_files()
+        self._begun.value = 1
+        self._choose_directory(records[0])
+        return records.memmap(self._init_directory, copy_existing=True)
+
+    def adopt(self, records: Any) -> None:
+        """Takes over first records that are in their place, as other processes may do from now on. Lock held."""
+        self._publish(records)
         self.initialized = True
 
     def _publish(self, records: Any) -> None:
@@ -372,7 +368,8 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
         self._storage = records
         self._published.value = 1 + self._directories.index(self._init_directory)
 
-    def _clear_files(self) -> None:
+    def clear_files(self) -> None:
+        """Removes what a first write that did not end has left. Lock held, and nothing published."""
         for directory in filter(os.path.isdir, self._directories):
             for path in os.scandir(directory):
                 shutil.rmtree(path) if path.is_dir() else os.unlink(path)

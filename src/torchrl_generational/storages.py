@@ -26,20 +26,19 @@ from torchrl_generational import records
 from torchrl_generational.arrays import index_array
 from torchrl_generational.checked_writes import CheckedWrites
 from torchrl_generational.cursors import advanced, is_plain, plain_cursor
-from torchrl_generational.generations import SlotGenerations
+from torchrl_generational.generations import ReadyStamps, SlotGenerations
 from torchrl_generational.incoming import last_of_each, names_rows, refuse_varying_objects, select, without_handles
 from torchrl_generational.indexing import as_count, as_rows, rows_written
+from torchrl_generational.loaded import METADATA, NEVER_WRITTEN_MARK, LoadedRecords
 from torchrl_generational.locks import StorageLock
-from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
+from torchrl_generational.plain import RECORD_OBJECTS, objects_in, to_plain, unshared
+from torchrl_generational.restores import Plan, Saved, carry_out
 from torchrl_generational.same_width import apart
 from torchrl_generational.sharing import SharableStorage
 from torchrl_generational.tracing import is_traced
 from torchrl_generational.write_access import refuse_write
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
-
-_METADATA = "storage_metadata.json"  # TorchRL's
-_NOTHING = "never_written"  # in it: saved before the first write
 
 
 class GenerationalStorageMixin(CheckedWrites, SharableStorage):
@@ -54,7 +53,6 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
     _generations: SlotGenerations  # guarded by lock
     _len: int  # TorchRL's, as the next; guarded by lock
     max_size: int
-    _loading: Any = None  # the buffer that is loading this storage and will load its sampler; guarded by lock
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -302,49 +300,72 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
-        self._about_to_write()
-        if self.initialized and not state_dict["initialized"]:
-            self._empty()  # TorchRL leaves the records of before beside the mark that there are none
-        else:
-            with self._loading_in_place():
-                super().load_state_dict(state_dict)
-        for key, entry in state_dict.get(RECORD_OBJECTS, ()):
-            with self._storage.unlock_():
-                self._storage.set(tuple(key), from_plain(entry))
-        self._replaced()
+        """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps.
+
+        Raises:
+            ValueError: if the state does not fit; nothing has changed then.
+        """
+        carry_out(lambda plan: self.plan(plan, LoadedRecords.of(self, Saved(state_dict))))
 
     def dumps(self, path: str | Path) -> None:
         """Saves the records as TorchRL does, and also a storage without any."""
         if self.initialized:
             if self._last_cursor is None:  # never written here: the records are in order
-                self._set_last_cursor(torch.tensor([int(self._len_along_dim0) - 1]))
+                self._set_last_cursor(torch.tensor([max(int(self._len_along_dim0) - 1, 0)]))
             with self._of_one_moment():
                 super().dumps(path)
             return
         Path(path).mkdir(exist_ok=True)
-        (Path(path) / _METADATA).write_text(json.dumps({"metadata": {}, "is_pytree": False, "len": 0, _NOTHING: True}))
+        nothing = {"metadata": {}, "is_pytree": False, "len": 0, NEVER_WRITTEN_MARK: True}
+        (Path(path) / METADATA).write_text(json.dumps(nothing))
 
     def loads(self, path: str | Path) -> None:
-        """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
-        self._about_to_write()
-        metadata = Path(path) / _METADATA
-        if metadata.exists() and json.loads(metadata.read_text()).get(_NOTHING):
-            self._empty()  # TorchRL's storage has no way back to one that knows no shapes
-        else:
-            with self._loading_in_place():
-                super().loads(path)
-        self._replaced()
+        """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps.
 
-    def _replaced(self) -> None:
-        if self.initialized and self.ndim > 1 and self._storage is not None:
-            # as at a first write; TorchRL leaves the capacity that was asked for, and misjudges when it is full
-            self.max_size = max(self.max_size, self._total_shape.numel())
-        self._generations.replaced(int(self._len_along_dim0) if self.initialized and len(self) else 0)
-        self._wrote()
-        for buffer in self._attached_entities:
-            if buffer is not self._loading and hasattr(buffer, "_records_replaced"):
-                buffer._records_replaced()
+        Raises:
+            FileNotFoundError: if a file is missing; nothing has changed then.
+            ValueError: if what was saved does not fit, or is damaged; nothing has changed then.
+        """
+        carry_out(lambda plan: self.plan(plan, LoadedRecords.of(self, Saved(folder=Path(path)))))
+
+    def plan(
+        self, plan: Plan, loaded: LoadedRecords, stamps: ReadyStamps | None = None, *, loader: Any = None
+    ) -> None:
+        """Plans to put loaded records in place.
+
+        Args:
+            plan: of the restore. Lock held until it is carried out.
+            loaded: the records.
+            stamps: theirs; ``None``: new ones, with which every handle is stale.
+            loader: the buffer that takes over its sampler and writer as well. Others on this storage start theirs again.
+
+        Raises:
+            ValueError: if this storage has been restored too often.
+        """
+        plan.discard(loaded.discard)
+        try:
+            ready = self._generations.replacement(loaded.rows) if stamps is None else stamps
+        except OverflowError as error:
+            raise ValueError(f"{error} Nothing was loaded.") from None
+
+        refuse_write(self.lock)
+
+        def install() -> None:
+            self._about_to_write()
+            self._generations.withdraw()
+            loaded.install()
+            if self._generations.device != torch.device(self._stamp_device()):
+                self._generations.to(self._stamp_device())
+            self._generations.install(ready)
+            self._wrote()
+
+        def start_others() -> None:
+            for buffer in self._attached_entities:
+                if buffer is not loader and hasattr(buffer, "_records_replaced"):
+                    buffer._records_replaced()
+
+        plan.install(install)
+        plan.install(start_others, last=True)
 
 
 class GenerationalTensorStorage(GenerationalStorageMixin, TensorStorage):  # type: ignore[misc]

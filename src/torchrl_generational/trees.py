@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from tensordict import MemoryMappedTensor
 from torchrl._torchrl import SumSegmentTreeFp32, SumSegmentTreeFp64
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+from torchrl_generational.metadata import read_json, reading
 
 __all__ = [
     "TreeState",
@@ -134,16 +137,15 @@ class TreeState:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> TreeState:
-        """Reads :meth:`state_dict`, or the state of a TorchRL sampler, which holds its trees as objects."""
-        sums, minima = state["_sum_tree"], state["_min_tree"]
-        if not isinstance(sums, torch.Tensor):
-            cells = torch.arange(sums.size)
-            sums, minima = read_leaves(sums, cells), read_leaves(minima, cells)
-        value, cell = state["_max_priority"] or (None, None)
-        numbers = _numbers({"_schema_version": 0} | state)
-        return cls(
-            sums, minima, numbers, (None if value is None else float(value), None if cell is None else int(cell))
-        )
+        """Reads :meth:`state_dict`, or the state of a TorchRL sampler, which holds its trees as objects.
+
+        Raises:
+            ValueError: if it is not the state of a prioritized sampler, or holds anything but numbers.
+        """
+        entries = ("_alpha", "_beta", "_eps", "_max_priority", "_sum_tree", "_min_tree")
+        _refuse_missing(state, entries, "The sampler's state")
+        sums, minima = (_leaves_in(state[name]) for name in entries[-2:])
+        return cls(sums, minima, _numbers({"_schema_version": 0} | state), _maximum(state["_max_priority"]))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers only, under TorchRL's keys: the leaves stand where it has tree objects."""
@@ -156,15 +158,26 @@ class TreeState:
 
     @classmethod
     def from_path(cls, path: Path) -> TreeState:
-        """Reads :meth:`dumps`, or what a TorchRL sampler saved."""
-        metadata = json.loads((path / "sampler_metadata.json").read_text())
-        shape = (int(metadata["_max_capacity"]),)
-        leaves = [
-            MemoryMappedTensor.from_filename(path / name, dtype=torch.float64, shape=shape)
-            for name in ("sumtree.memmap", "mintree.memmap")
-        ]
-        value, cell = metadata["_max_priority"]
-        maximum = (value, None if cell is None else int(cell))
+        """Reads :meth:`dumps`, or what a TorchRL sampler saved.
+
+        Raises:
+            FileNotFoundError: if a file is missing.
+            ValueError: if they are not those of a prioritized sampler, or are damaged.
+        """
+        file = path / "sampler_metadata.json"
+        metadata = read_json(file)
+        _refuse_missing(metadata, ("_alpha", "_beta", "_eps", "_max_priority", "_max_capacity"), str(file))
+        capacity = metadata["_max_capacity"]  # TorchRL makes a float of it
+        if not (type(capacity) in (int, float) and 0 < capacity < 2**62 and capacity == int(capacity)):
+            raise ValueError(f"{file} has _max_capacity={capacity!r:.80}, which should be an int > 0: it is damaged.")
+        capacity = int(capacity)
+        leaves = []
+        for name in ("sumtree.memmap", "mintree.memmap"):
+            with reading(path / name):
+                if (path / name).stat().st_size != 8 * capacity:
+                    raise ValueError(f"it does not have the {8 * capacity} bytes of {capacity} priorities")
+                leaves.append(MemoryMappedTensor.from_filename(path / name, dtype=torch.float64, shape=(capacity,)))
+        maximum = _maximum(metadata["_max_priority"])
         return cls(leaves[0], leaves[1], _numbers({"_schema_version": 0} | metadata), maximum)
 
     def dumps(self, path: Path) -> None:
@@ -176,13 +189,17 @@ class TreeState:
         metadata = self.numbers | {"_max_priority": list(self.maximum), "_max_capacity": self.sums.numel()}
         (path / "sampler_metadata.json").write_text(json.dumps(metadata))
 
-    def check(self, sampler: Any) -> None:
+    def check(self, sampler: Any, *, capacity: int | None = None) -> None:
         """Refuses a state that does not fit ``sampler``; nothing has changed then.
+
+        Args:
+            sampler: a prioritized sampler.
+            capacity: what it may have grown to besides its own capacity.
 
         Raises:
             ValueError: for a later version, another capacity, or leaves or exponents that no sampler can have.
         """
-        if self.sums.shape != self.minima.shape or self.sums.numel() != sampler._max_capacity:
+        if self.sums.shape != self.minima.shape or self.sums.numel() not in (sampler._max_capacity, capacity):
             raise ValueError(
                 f"The checkpoint holds the priorities of {self.sums.numel()} slots but this sampler has "
                 f"max_capacity={sampler._max_capacity}. Load it into a buffer of the capacity that it was saved from."
@@ -213,23 +230,94 @@ class TreeState:
                 f"The checkpoint holds priorities that {dtype} cannot hold: it is damaged, or was saved from a sampler "
                 "with dtype=torch.float64. Load it into one like that."
             )
+        where = self.maximum[1]
+        if where is not None and not 0 <= where < len(sums):
+            raise ValueError(f"The checkpoint has its largest priority in slot {where} of {len(sums)}: it is damaged.")
         if not ((sums == minima) | (sums == 0)).all():
             raise ValueError("The two priority trees of the checkpoint do not belong together: it is damaged.")
 
     def restore(self, sampler: Any) -> None:
-        """Replaces what ``sampler`` holds. O(capacity), without a loop over slots."""
-        sampler._init()
-        sampler._alpha, sampler._beta, sampler._eps = (self.numbers[name] for name in ("_alpha", "_beta", "_eps"))
-        cells = torch.arange(self.sums.numel(), device=sampler.device)
-        dtype = tree_dtype(sampler)
-        write_leaves(sampler, cells, self.sums.as_subclass(torch.Tensor).to(device=cells.device, dtype=dtype))
+        """Replaces what ``sampler`` holds by this, which fits it. O(capacity), without a loop over slots."""
+        self.ready(sampler)()
+
+    def ready(self, sampler: Any) -> Callable[[], None]:
+        """Makes and fills the trees beside those of ``sampler``, and returns the step that puts them there.
+
+        A capacity that the storage rounded up to whole rows comes along.
+        """
+        twin: Any = object.__new__(type(sampler))
+        vars(twin).update(vars(sampler))
+        twin._max_capacity = self.sums.numel()
+        twin._init()
+        twin._alpha, twin._beta, twin._eps = (self.numbers[name] for name in ("_alpha", "_beta", "_eps"))
+        cells = torch.arange(self.sums.numel(), device=twin.device)
+        dtype = tree_dtype(twin)
+        leaves, minima = (
+            held.as_subclass(torch.Tensor).to(device=cells.device, dtype=dtype) for held in (self.sums, self.minima)
+        )
+        write_leaves(twin, cells, leaves)
+        if type(twin)._init is PrioritizedSampler._init:  # TorchRL's own keeps zeros in the minimum
+            zero = cells[(leaves == 0) & (minima == 0)]
+            if zero.numel():
+                twin._min_tree[zero] = torch.zeros(zero.shape, dtype=dtype, device=cells.device)
         value, cell = self.maximum
+        twin._max_priority = None
         if value:  # TorchRL's may be zero, which is none
             index = None if cell is None else torch.tensor(cell, device=cells.device)
-            sampler._max_priority = (torch.tensor(value, dtype=dtype, device=cells.device), index)
-            if self.numbers["_schema_version"] < 1 and sampler._max_priority_within_buffer:
-                sampler._recompute_max_priority_from_tree()  # old TorchRL saved a transformed maximum
+            twin._max_priority = (torch.tensor(value, dtype=dtype, device=cells.device), index)
+            if self.numbers["_schema_version"] < 1 and twin._max_priority_within_buffer:
+                twin._recompute_max_priority_from_tree()  # old TorchRL saved a transformed maximum
+        changed = {name: held for name, held in vars(twin).items() if vars(sampler).get(name) is not held}
+        return lambda: vars(sampler).update(changed)
 
 
 def _numbers(state: dict[str, Any]) -> dict[str, float]:
-    return {name: state[name] for name in ("_alpha", "_beta", "_eps", "_schema_version")}
+    numbers = {name: state[name] for name in ("_alpha", "_beta", "_eps", "_schema_version")}
+    wrong = {name: number for name, number in numbers.items() if not _is_number(number)}
+    if wrong:
+        raise ValueError(f"The checkpoint's sampler has {wrong!s:.200}, where numbers belong: it is damaged.")
+    return {name: number.item() if isinstance(number, torch.Tensor) else number for name, number in numbers.items()}
+
+
+def _maximum(saved: Any) -> tuple[float | None, int | None]:
+    """The running maximum and its cell, as either layout has them."""
+    pair = (None, None) if saved is None else saved
+    if isinstance(pair, tuple | list) and len(pair) == 2:
+        value, cell = pair
+        whole = cell is None or (_is_number(cell) and float(cell) in range(2**62))
+        if (value is None or _is_number(value)) and whole:
+            return None if value is None else float(value), None if cell is None else int(cell)
+    raise ValueError(
+        f"The checkpoint's sampler has _max_priority={saved!r:.80}, which should be a priority and a slot: it is damaged."
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor | np.generic):
+        return bool(value.size == 1 if isinstance(value, np.generic) else value.numel() == 1)
+    return type(value) in (int, float)
+
+
+def _leaves_in(tree: Any) -> torch.Tensor:
+    """The leaves in the state of a tree, or in one of TorchRL's."""
+    if isinstance(tree, torch.Tensor):
+        if tree.is_complex() or tree.dtype == torch.bool or tree.layout != torch.strided or tree.is_meta:
+            raise ValueError(f"The checkpoint's sampler has priorities of {tree.dtype}: it is damaged.")
+        return tree
+    try:
+        return read_leaves(tree, torch.arange(tree.size))
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"The checkpoint's sampler has a {type(tree).__name__} in the place of a priority tree: it is damaged."
+        ) from error
+
+
+def _refuse_missing(state: Any, names: tuple[str, ...], what: str) -> None:
+    if not isinstance(state, dict):
+        raise ValueError(f"{what} should be a dict, got {type(state).__name__}. Nothing was loaded.")
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise ValueError(
+            f"{what} is not that of a prioritized sampler: it lacks {missing} and has {sorted(map(str, state))}. "
+            "Nothing was loaded. Load it into a buffer with the sampler that it was saved from."
+        )

@@ -14,19 +14,20 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
 from torchrl_generational.counters import SharedCounter
-from torchrl_generational.generations import GENERATION_KEY
+from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.indexing import rows_written
 from torchrl_generational.process_locks import renew_in_forked_children
 from torchrl_generational.protocols import generations_on
 from torchrl_generational.records import attach, entries_of
+from torchrl_generational.restores import Plan, Saved, carry_out
 from torchrl_generational.stamps import NEVER_WRITTEN
 from torchrl_generational.storages import GenerationalStorageMixin
 from torchrl_generational.write_access import refuse_write
+from torchrl_generational.writer_state import WriterState, named_origin, newest_of
 
 __all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
 
 _CPU = (None, torch.device("cpu"))
-_ORIGIN = "_generation_"  # before the names of what a checkpoint says about its stamps
 
 
 class _Number:
@@ -115,30 +116,49 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
     def state_dict(self) -> dict[str, Any]:
         """TorchRL's state, and where its stamps come from. Numbers and tensors only."""
         state: dict[str, Any] = super().state_dict()
-        state.update(named_origin(self._origin_now()))
+        state.update(named_origin(self._origin_now()) | newest_of(self._storage))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over cursor, count and stamps; see :meth:`SlotGenerations.restore`."""
+        """Takes over cursor, count and stamps; see :meth:`SlotGenerations.restore`.
+
+        Raises:
+            ValueError: if it is not the state of such a writer, or does not fit; nothing has changed then.
+        """
         self._refuse_write()
-        self._origin = origin_in(state_dict)
-        super().load_state_dict(state_dict)
-        if self._storage is not None:
-            self._origin = {}
+        self._take(WriterState.of(self, Saved(state_dict), ranks=False))
 
     def dumps(self, path: Any) -> None:
         """Saves the state in TorchRL's layout, and where its stamps come from beside it."""
         super().dumps(path)
         metadata = Path(path) / "metadata.json"
-        metadata.write_text(json.dumps(json.loads(metadata.read_text()) | named_origin(self._origin_now())))
+        more = named_origin(self._origin_now()) | newest_of(self._storage)
+        metadata.write_text(json.dumps(json.loads(metadata.read_text()) | more))
 
     def loads(self, path: Any) -> None:
-        """Takes over what :meth:`dumps` saved, or TorchRL's."""
+        """Takes over what :meth:`dumps` saved, or TorchRL's.
+
+        Raises:
+            FileNotFoundError: if a file is missing; nothing has changed then.
+            ValueError: if it is not that of such a writer, does not fit, or is damaged; nothing has changed then.
+        """
         self._refuse_write()
-        self._origin = origin_in(json.loads((Path(path) / "metadata.json").read_text()))
-        super().loads(path)
-        if self._storage is not None:
-            self._origin = {}
+        self._take(WriterState.of(self, Saved(folder=Path(path)), ranks=False))
+
+    def _take(self, state: WriterState) -> None:
+        """Takes over a state without the records that it was saved with."""
+        storage = self._storage
+        if storage is not None:
+            carry_out(lambda plan: plan_writer_alone(plan, self, state))
+            return
+        SlotGenerations(0 if state.stamps is None else len(state.stamps)).check(
+            torch.empty(0, dtype=torch.int64) if state.stamps is None else state.stamps, **state.origin
+        )
+        plan = Plan()
+        state.plan(plan, self)
+        stamps = None if state.stamps is None else state.stamps.clone()
+        plan.install(lambda: vars(self).update(_pending_generation=stamps, _origin=state.origin))
+        plan.go()
 
     def _refuse_write(self) -> None:
         """Refuses a process that must not write, before even the data is given handles."""
@@ -342,13 +362,15 @@ def stamps_in(storage: Any) -> torch.Tensor:
     return stamps[: storage.generations.shape[0]]
 
 
-def named_origin(origin: dict[str, int]) -> dict[str, int]:
-    """Where stamps come from, under the names that checkpoints give it; :func:`origin_in` reads them."""
-    return {_ORIGIN + key: value for key, value in origin.items()}
-
-
-def origin_in(state: dict[str, Any]) -> dict[str, int]:
-    return {key: int(state[_ORIGIN + key]) for key in ("lineage", "incarnation") if _ORIGIN + key in state}
+def plan_writer_alone(plan: Plan, writer: Any, state: WriterState) -> None:
+    """Plans to take over the state of a writer whose storage keeps its records."""
+    generations = writer._storage.slot_generations
+    ready = state.ready_stamps(generations)
+    if state.cursor is not None and state.cursor > max(generations.num_rows - 1, 0):
+        state.check(generations.num_rows, generations.num_rows)
+    state.plan(plan, writer)
+    if ready is not None:
+        plan.install(lambda: generations.install(ready))
 
 
 def withdraw_handles(data: Any) -> None:
