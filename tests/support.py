@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,10 @@ from tensordict import TensorDict
 import torchrl_generational as g
 
 TIMEOUT = 60  # seconds until a test that hangs is given up; nothing waits this long when it passes
+
+RAY_TOKEN = secrets.token_hex(
+    32
+)  # Ray keeps the first one that a process has, and writes its own to the home directory
 
 
 def records(count: int, start: int = 0, **fields: Any) -> TensorDict:

@@ -113,7 +113,7 @@ def test_coordinates_whose_stamps_look_like_a_flat_index_are_refused_unless_give
             STAMPS.double(),
             (4,),
             TypeError,
-            "generation must hold integers of dtype int64, got a tensor of torch.float64",
+            "generation must hold .* int64, got a tensor of torch.float64",
         ),
         (np.array([0.5]), STAMPS, (4,), TypeError, "index must hold integers, got ndarray of float64"),
         (None, STAMPS, (4,), TypeError, "index must hold integers"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import secrets
 import sys
 import time
 import warnings
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import TIMEOUT
+from support import RAY_TOKEN, TIMEOUT
 from support import records as records_of
 from tensordict import TensorDict
 from torchrl.data import ListStorage, RayReplayBuffer, TensorDictReplayBuffer
@@ -38,7 +37,6 @@ pytestmark = pytest.mark.ray
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import this file
 
 SIZE = 8
-TOKEN = secrets.token_hex(32)  # Ray keeps the first one that a process has, and writes its own to the home directory
 STORE = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
 AT_BUFFER = {"num_cpus": 0, "resources": {"buffer": 0.01}}
 AT_CLIENTS = {"num_cpus": 0, "resources": {"clients": 0.01}}
@@ -54,7 +52,7 @@ def nodes(request) -> Iterator[int]:
     """A Ray of this machine alone: the driver and the clients on one node, the buffers on it too or on another."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        environment.setenv("RAY_AUTH_TOKEN", TOKEN)
+        environment.setenv("RAY_AUTH_TOKEN", RAY_TOKEN)
         cluster = None
         try:
             if request.param == "one node":

@@ -29,6 +29,7 @@ from torchrl_generational.buffers import GenerationalReplayBuffer
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.plain import like
+from torchrl_generational.ray_life import ClosedError, Life, WhileOpen, check_open
 from torchrl_generational.result import UpdateResult
 
 __all__ = ["GenerationalRayReplayBuffer", "in_actor"]
@@ -150,6 +151,7 @@ class _ConditionalCalls:
     """The conditional updates of the buffer and its clients: one message to the actor, one answer."""
 
     _actor: Any
+    _life: Life = Life()
     has_gpu: bool
     _known_priority_key: Any = None
     _known_to_keep_priorities: bool | None = None
@@ -243,6 +245,7 @@ class _ConditionalCalls:
 
     def share(self, shared: bool = True) -> Any:
         """Nothing, and returns this object: all who have a client share the buffer already."""
+        check_open(self)
         return self
 
     def _update_priority(self, index: Any, generation: Any, priority: Any) -> Any:
@@ -280,11 +283,15 @@ class _ConditionalCalls:
 class _Client(_ConditionalCalls, _RayReplayBufferClient):  # type: ignore[misc]  # TorchRL is untyped
     """A client that sends everything through Ray."""
 
+    _actor = WhileOpen()
+
 
 class _DistributedClient(_ConditionalCalls, _LazyDistributedReplayClient):  # type: ignore[misc]  # TorchRL is untyped
     """A client that sends records over ``torch.distributed``, and the small conditional updates through Ray."""
 
     has_gpu = False
+    _actor, _control_client = WhileOpen(), WhileOpen()
+    _extend_client, _sample_client, _priority_client = WhileOpen(), WhileOpen(), WhileOpen()
 
 
 class GenerationalRayReplayBuffer(_ConditionalCalls, RayReplayBuffer):  # type: ignore[misc]  # TorchRL is untyped
@@ -340,6 +347,7 @@ class GenerationalRayReplayBuffer(_ConditionalCalls, RayReplayBuffer):  # type: 
         self, *args: Any, replay_buffer_cls: type[ReplayBuffer] = GenerationalReplayBuffer, **kwargs: Any
     ) -> None:
         served: Any = in_actor(replay_buffer_cls)
+        self._life = Life()
         # all that TorchRL asks of it is as_remote(...).remote(...)
         starter = SimpleNamespace(
             as_remote=lambda config: SimpleNamespace(remote=partial(_start, served.as_remote(config)))
@@ -348,11 +356,22 @@ class GenerationalRayReplayBuffer(_ConditionalCalls, RayReplayBuffer):  # type: 
         self._service_cls = replay_buffer_cls  # what isinstance goes by
         self._client = self.client()
 
+    _rb, _client = WhileOpen(ClosedError), WhileOpen(ClosedError)  # TorchRL's
+
     @property
     def _actor(self) -> Any:
-        if not self.is_alive:
-            raise RuntimeError(f"This {type(self).__name__} is closed. Make another one.")
+        check_open(self)
         return self._rb
+
+    def close(self) -> None:
+        """Ends the actor, and its buffer with it; whatever this object and its clients are asked next is refused."""
+        if not ray.is_initialized() and "_rb" in vars(self):  # it went with Ray
+            del self._rb
+            self._runtime_lease.release()
+        try:
+            super().close()
+        finally:
+            self._life.closed = True
 
     def client(self) -> Any:
         """A picklable object with the methods of the buffer, for other tasks, actors and processes of the cluster.
@@ -362,9 +381,13 @@ class GenerationalRayReplayBuffer(_ConditionalCalls, RayReplayBuffer):  # type: 
         Raises:
             RuntimeError: if this buffer is closed.
         """
+        client: Any
         if self.transport_kind == "distributed":
-            return _DistributedClient(self._actor, batch_size=self._distributed_batch_size)
-        return _Client(self._actor, has_gpu=self.has_gpu)
+            client = _DistributedClient(self._actor, batch_size=self._distributed_batch_size)
+        else:
+            client = _Client(self._actor, has_gpu=self.has_gpu)
+        client._life = self._life
+        return client
 
     def append_transform(self, *args: Any, **kwargs: Any) -> GenerationalRayReplayBuffer:
         """Appends a transform to the buffer in the actor; returns this object."""
@@ -377,6 +400,7 @@ class GenerationalRayReplayBuffer(_ConditionalCalls, RayReplayBuffer):  # type: 
         return self
 
     def __getattr__(self, name: str) -> Any:
+        check_open(self, ClosedError)
         raise AttributeError(
             f"{type(self).__name__} has no {name!r}: the buffer is in an actor. A client() has its other public "
             "methods; its parts (storage, sampler, writer) cannot be reached."
