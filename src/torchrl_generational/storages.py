@@ -30,7 +30,7 @@ from torchrl_generational.incoming import last_of_each, names_rows, refuse_varyi
 from torchrl_generational.indexing import as_count, as_rows, rows_written
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
-from torchrl_generational.same_width import apart
+from torchrl_generational.same_width import apart, as_integers, indexes
 from torchrl_generational.sharing import SharableStorage
 
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
@@ -210,7 +210,11 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
     def _apply_conditional_patch(self, index: torch.Tensor, patch: Any) -> None:
         rows = index[:, 0] if index.ndim > 1 else index
         self._generations.mark(rows)
-        super()._apply_conditional_patch(index, patch)
+        coordinates = tuple(index.unbind(-1)) if index.ndim > 1 else (index,)
+        separate = [key for key, value in patch.items() if not indexes(value.dtype)]
+        for key in separate:
+            as_integers(self._conditional_patch_leaf(key))[coordinates] = as_integers(patch[key])
+        super()._apply_conditional_patch(index, {key: patch[key] for key in patch if key not in separate})
         self._generations.complete(rows)
 
     def abandon(self, rows: int | slice | torch.Tensor) -> None:
