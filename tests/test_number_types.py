@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import io
 
 import pytest
 import torch
@@ -103,7 +103,9 @@ def test_numbers_of_a_type_are_written_and_drawn_bit_for_bit(dtype, memory, layo
     sample = rb.sample()
     for place, row in enumerate(sample["index"].tolist()):
         assert bits(sample["x"][place]) == expected[row]
-    assert bits(pickle.loads(pickle.dumps(rb.storage))[:]["x"]) == bits(rb[:]["x"])
+    torch.save(rb.storage, file := io.BytesIO())  # torch itself cannot unpickle all of these
+    file.seek(0)
+    assert bits(torch.load(file, weights_only=False)[:]["x"]) == bits(rb[:]["x"])
     patch = {"x": numbers(3, 70, dtype)}
     index = torch.tensor([6, 0, 2])
     result = rb.update_if_present(index=index, generation=rb.writer.generations_of(index), patch=patch)
