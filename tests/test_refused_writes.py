@@ -156,7 +156,7 @@ def change(data, how):
         if isinstance(data, tuple):
             return (one(data[0]), function(data[1]))
         twin = LazyStackedTensorDict(*data.unbind(0)) if isinstance(data, LazyStackedTensorDict) else data.clone()
-        key = ("a", "y") if "a" in data else "y"
+        key = ("a", "y") if data.get("a", None) is not None else "y"
         twin.set(key, function(data.get(key)))
         return twin
 
@@ -170,7 +170,7 @@ def change(data, how):
         if isinstance(data, dict):
             return {"x": data["x"]}
         if is_tensor_collection(data) and not isinstance(data, Pair):
-            return data.exclude(("a", "y") if "a" in data else "y")
+            return data.exclude(("a", "y") if data.get("a", None) is not None else "y")
         return "skip"
     if how == "extra":
         if is_tensor_collection(data) and not isinstance(data, Pair):
@@ -257,6 +257,8 @@ def attempt(layout, index, fault, *, memory="memory", length=8, ndim=1, tuples=F
         assert snapshot(ours) == before, raised[0]
     elif raised[1] is None:
         got, expected = (rb.storage._storage for rb in (ours, stock))
+        if (layout, fault) == ("lazy stack", "extra"):  # TorchRL loses it
+            got, expected = (held.exclude("w") for held in (got, expected))
         if 0 not in lead:  # TorchRL makes an entry of which nothing is written
             assert flat(got) == flat(expected)
         named = torch.zeros(len(old), dtype=torch.bool)

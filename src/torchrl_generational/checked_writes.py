@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import LazyStackedTensorDict, is_tensor_collection
+from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection
 from torch.utils._pytree import tree_leaves, tree_map
 from torchrl.data.replay_buffers.storages import TensorStorage
 
@@ -40,6 +40,10 @@ class CheckedWrites(_Base):  # type: ignore[misc]  # TorchRL is untyped
             first = data
             if not isinstance(cursor, int):
                 first = data[0] if is_tensor_collection(data) else tree_map(lambda leaf: leaf[0], data)
+            if isinstance(first, TensorDict) and first.device is not None and self.device != "auto":
+                first = (
+                    first.copy().clear_device_()
+                )  # with one, tensordict copies by additions: not all dtypes have any
             self._init(first)
         if advanced(cursor) and isinstance(data, LazyStackedTensorDict) and holds_unindexed(self._storage):
             data = data.contiguous()

@@ -9,6 +9,7 @@ from tensordict import is_tensor_collection
 from torchrl.data.replay_buffers import ReplayBuffer
 
 from torchrl_generational.cursors import plain_cursor, rows_named
+from torchrl_generational.same_width import assign, holds_unindexed
 from torchrl_generational.write_checks import check_fields, check_write
 
 __all__ = ["FieldUpdates"]
@@ -33,6 +34,11 @@ class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         self._ready()
         with self._exclusive():
             self._check_fields([(key, value)], index)
+            held = self._storage._storage
+            if is_tensor_collection(held) and holds_unindexed(held.get(key)):
+                assign(self._storage.get(slice(None)).get(key), plain_cursor(index, len(self._storage)), value)
+                self._storage._bump_mutation_revision()
+                return self
             return super().set_at_(key, value, index)
 
     def set_(self, key: Any, value: Any) -> Any:

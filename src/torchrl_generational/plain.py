@@ -7,7 +7,14 @@ from copy import copy, deepcopy
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection, is_tensorclass
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    is_tensor_collection,
+    is_tensorclass,
+)
 
 __all__ = ["RECORD_OBJECTS", "from_plain", "like", "objects_in", "to_plain", "unshared"]
 
@@ -71,8 +78,16 @@ def unshared(value: Any) -> Any:
     """A copy of a sample, or of a storage's state, that shares no memory with it, and no autograd graph."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, NonTensorStack | NonTensorData):
+        return value.clone()  # which copies the objects
+    if isinstance(value, LazyStackedTensorDict):
+        return type(value)(*map(unshared, value.tensordicts), stack_dim=value.stack_dim)
     if is_tensor_collection(value):
-        return value.detach().clone()
+        # leaf by leaf: tensordict's clone() copies by additions, which not all dtypes have
+        twin = value.apply(lambda leaf: leaf.detach().clone(), filter_empty=False)
+        for key, entry in list(objects_in(twin)):
+            twin.set(key, entry.clone())
+        return twin
     if isinstance(value, dict):
         twin = copy(value)  # with its attributes: tensordict keeps the batch size of a state in one
         twin.update((key, unshared(entry)) for key, entry in value.items())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, is_tensor_collection, is_tensorclass
 
-__all__ = ["apart", "as_integers", "assign", "copies_rows", "holds_unindexed", "is_storable"]
+__all__ = ["apart", "as_integers", "assign", "copies_rows", "holds_unindexed", "indexes", "is_storable"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -49,6 +49,8 @@ def as_integers(values: Any) -> Any:
 
 def holds_unindexed(stored: Any) -> bool:
     """Whether a dtype is among the records that torch does not write to places that a tensor names."""
+    if isinstance(stored, torch.Tensor):
+        return not indexes(stored.dtype)
     if not is_tensor_collection(stored) or isinstance(stored, LazyStackedTensorDict):
         return False
     return any(isinstance(old, torch.Tensor) and not indexes(old.dtype) for old in stored.values(True, True))

@@ -33,7 +33,7 @@ from torchrl_generational.loaded import METADATA, NEVER_WRITTEN_MARK, LoadedReco
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import RECORD_OBJECTS, objects_in, to_plain, unshared
 from torchrl_generational.restores import Plan, Saved, carry_out
-from torchrl_generational.same_width import apart
+from torchrl_generational.same_width import apart, as_integers, indexes
 from torchrl_generational.sharing import SharableStorage
 from torchrl_generational.tracing import is_traced
 from torchrl_generational.write_access import refuse_write
@@ -218,7 +218,11 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         self._about_to_write()
         rows = index[:, 0] if index.ndim > 1 else index
         self._generations.mark(rows)
-        super()._apply_conditional_patch(index, patch)
+        coordinates = tuple(index.unbind(-1)) if index.ndim > 1 else (index,)
+        separate = [key for key, value in patch.items() if not indexes(value.dtype)]
+        for key in separate:
+            as_integers(self._conditional_patch_leaf(key))[coordinates] = as_integers(patch[key])
+        super()._apply_conditional_patch(index, {key: patch[key] for key in patch if key not in separate})
         self._generations.complete(rows)
         self._wrote()
 

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from numbers import Number
 from typing import Any
 
 import torch
@@ -77,7 +76,9 @@ def check_write(storage: Any, stored: Any, cursor: Any, data: Any, *, exact: boo
     if isinstance(data, list) and not isinstance(stored, list):
         data = _flip_list(data)
     write = _Write(cursor, exact or advanced(cursor), managed=_managed(storage))
-    if isinstance(data, Number) and is_tensor_collection(stored):  # goes to all entries, whatever their dtypes
+    if isinstance(data, int | float | complex) and is_tensor_collection(
+        stored
+    ):  # goes to all entries, whatever their dtypes
         data = stored[cursor].apply(lambda leaf: torch.full_like(leaf, data))
     if not is_tensor_collection(data):
         tree_map(lambda new, old: _check_entry(write, (), old, new), data, stored)
