@@ -163,7 +163,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             self._follower.has_seen_all(storage)
         rows = int(storage._len_along_dim0 or 0) if storage.initialized else 0
         if rows and hasattr(self._writer, "_cursor"):
-            storage._set_last_cursor(torch.tensor([(self._writer._cursor - 1) % rows]))
+            storage._set_last_cursor(torch.tensor([(self._writer._cursor - 1) % rows], device="cpu"))
 
     def _check_stored_records(self, folder: Path) -> None:
         if not (folder / "storage_metadata.json").exists():

@@ -298,7 +298,9 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
                 refuse_layout(rb, data[rows], rb.storage.ndim)
                 rb._first_priority(data[rows])
                 if rb.storage.initialized and rb.storage.ndim == 1:
-                    refuse_misfits(rb.storage._storage, without_handles(data[rows]), torch.arange(len(rows)))
+                    refuse_misfits(
+                        rb.storage._storage, without_handles(data[rows]), torch.arange(len(rows), device="cpu")
+                    )
             except (ValueError, RuntimeError) as error:
                 raise type(error)(
                     f"{error} Member {number} would be given the rows {rows.tolist()} of the batch, in this order. "

@@ -289,7 +289,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
 
     def _rows_viewed(self, index: tuple[Any, ...]) -> torch.Tensor:
         """The storage's dim-0 rows that ``self[:][index] = ...`` writes to."""
-        rows = torch.arange(int(self._storage._len_along_dim0))
+        rows = torch.arange(int(self._storage._len_along_dim0), device="cpu")
         data = self._storage._storage
         shape = getattr(data, "batch_size", getattr(data, "shape", None))
         if shape is None:  # a pytree: TorchRL refuses the write, and all its records stay where they are
@@ -324,9 +324,9 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
         """
         if isinstance(priority, float | list | tuple | np.ndarray):
             with contextlib.suppress(ValueError, TypeError, RuntimeError):  # what is no number is refused below
-                given = torch.as_tensor(priority)
+                given = torch.as_tensor(priority, device="cpu")
                 if given.is_floating_point():  # TorchRL makes it float32, whatever the tree's
-                    priority = torch.as_tensor(priority, dtype=torch.float64)
+                    priority = torch.as_tensor(priority, dtype=torch.float64, device="cpu")
         self._ready()
         with self._exclusive():
             self._refuse_elsewhere()

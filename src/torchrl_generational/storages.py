@@ -306,7 +306,7 @@ class GenerationalStorageMixin(SharableStorage):
         """Saves the records as TorchRL does, and also a storage without any."""
         if self.initialized:
             if self._last_cursor is None:  # never written here: the records are in order
-                self._set_last_cursor(torch.tensor([int(self._len_along_dim0) - 1]))
+                self._set_last_cursor(torch.tensor([int(self._len_along_dim0) - 1], device="cpu"))
             super().dumps(path)
             return
         Path(path).mkdir(exist_ok=True)

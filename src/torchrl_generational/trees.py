@@ -12,6 +12,8 @@ from tensordict import MemoryMappedTensor
 from torchrl._torchrl import SumSegmentTreeFp32, SumSegmentTreeFp64
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
+from torchrl_generational.devices import as_tensor
+
 __all__ = [
     "TreeState",
     "array_dtype",
@@ -52,7 +54,7 @@ def double_sums(sampler: Any) -> None:
 
 def read_leaves(tree: Any, cells: torch.Tensor) -> torch.Tensor:
     """Leaves of ``tree``, of the shape of ``cells`` (TorchRL's trees answer one cell with a number)."""
-    return torch.as_tensor(tree[cells]).reshape(cells.shape)
+    return as_tensor(tree[cells]).reshape(cells.shape)
 
 
 def write_leaves(sampler: Any, cells: torch.Tensor, leaf: torch.Tensor) -> None:
@@ -124,7 +126,7 @@ class TreeState:
         """Reads :meth:`state_dict`, or the state of a TorchRL sampler, which holds its trees as objects."""
         sums, minima = state["_sum_tree"], state["_min_tree"]
         if not isinstance(sums, torch.Tensor):
-            cells = torch.arange(sums.size)
+            cells = torch.arange(sums.size, device="cpu")
             sums, minima = read_leaves(sums, cells), read_leaves(minima, cells)
         value, cell = state["_max_priority"] or (None, None)
         numbers = _numbers({"_schema_version": 0} | state)

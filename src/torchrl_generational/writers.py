@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
 from torchrl_generational.counters import SharedCounter
+from torchrl_generational.devices import CPU
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import rows_written
 from torchrl_generational.process_locks import renew_in_forked_children
@@ -24,7 +25,7 @@ from torchrl_generational.storages import GenerationalStorageMixin
 
 __all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
 
-_CPU = (None, torch.device("cpu"))
+_CPU = (None, CPU)
 _ORIGIN = "_generation_"  # before the names of what a checkpoint says about its stamps
 
 
@@ -200,7 +201,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         storage = self._storage
         start, rows = self._cursor, storage.max_size
         stop = start + data.shape[0]
-        index = torch.arange(start, stop)
+        index = torch.arange(start, stop, device=CPU)
         if stop > rows:
             index %= rows
         self._tell(data, index)
@@ -211,7 +212,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
     def _write_one(self, data: Any) -> int:
         """Writes a plain record to the next slot of a storage of one dimension, and returns that. Lock held."""
         storage, row = self._storage, self._cursor
-        self._tell(data, torch.tensor(row))
+        self._tell(data, torch.tensor(row, device=CPU))
         storage.set(row, data)
         self._moved_to((row + 1) % storage.max_size, 1, row)
         return row
