@@ -137,7 +137,9 @@ def whole_state(rb: Any) -> Any:
     parts = []
     for buffer in (*getattr(rb, "_rbs", [rb]), *([rb.sibling] if hasattr(rb, "sibling") else [])):
         storage, sampler = buffer._storage, buffer._sampler
-        trees = [getattr(sampler, name)[torch.arange(8)] for name in ("_sum_tree", "_min_tree") if hasattr(sampler, name)]
+        trees = [
+            getattr(sampler, name)[torch.arange(8)] for name in ("_sum_tree", "_min_tree") if hasattr(sampler, name)
+        ]
         state = {} if trees else sampler.state_dict()
         parts.append(
             shown(

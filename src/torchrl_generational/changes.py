@@ -34,8 +34,8 @@ class ChangeLog:
 
     def __init__(self, num_rows: int) -> None:
         blocks = -(-num_rows // BLOCK)
-        self._state = torch.zeros(_HEADER + blocks, dtype=torch.int64)
-        self._priorities = torch.full((num_rows,), torch.nan, dtype=torch.float64)
+        self._state = torch.zeros(_HEADER + blocks, dtype=torch.int64, device="cpu")
+        self._priorities = torch.full((num_rows,), torch.nan, dtype=torch.float64, device="cpu")
         self._look()
 
     def _look(self) -> None:

@@ -59,7 +59,7 @@ class CheckedWrites(_Base):  # type: ignore[misc]  # TorchRL is untyped
             data: records.
             count: how many; ``None`` for a single one without a dimension for them.
         """
-        data, cursor = without_handles(data), 0 if count is None else torch.arange(count)
+        data, cursor = without_handles(data), 0 if count is None else torch.arange(count, device="cpu")
         if self.initialized or self.join():
             stored = self._storage
         else:

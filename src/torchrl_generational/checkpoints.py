@@ -141,7 +141,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         if rows and newest is None and hasattr(self._writer, "_cursor"):
             newest = (self._writer._cursor - 1) % rows
         if rows and newest is not None:
-            storage._set_last_cursor(torch.tensor([newest % rows]))
+            storage._set_last_cursor(torch.tensor([newest % rows], device="cpu"))
 
     def _refuse_in_own_draw(self, method: str) -> None:
         """Refuses to wait for all prefetched draws in one of them, where a transform calls back."""

@@ -38,11 +38,11 @@ def plain_cursor(cursor: Any, size: int | None = None) -> Any:
     if cursor is None or cursor is Ellipsis or isinstance(cursor, slice):
         return cursor
     if isinstance(cursor, bool | np.bool_):
-        return None if cursor else torch.empty(0, dtype=torch.int64)
+        return None if cursor else torch.empty(0, dtype=torch.int64, device="cpu")
     if isinstance(cursor, int | np.integer):
         return int(cursor)
     if isinstance(cursor, range):
-        return torch.arange(cursor.start, cursor.stop, cursor.step)
+        return torch.arange(cursor.start, cursor.stop, cursor.step, device="cpu")
     dtype = cursor.dtype if isinstance(cursor, torch.Tensor | np.ndarray) else np.asarray(cursor).dtype
     if dtype in (torch.uint8, np.uint8):
         raise TypeError(
@@ -50,7 +50,7 @@ def plain_cursor(cursor: Any, size: int | None = None) -> Any:
             "bool. Nothing was written."
         )
     if dtype in (torch.bool, np.bool_):
-        mask = torch.as_tensor(np.asarray(cursor)) if not isinstance(cursor, torch.Tensor) else cursor
+        mask = torch.as_tensor(np.asarray(cursor), device="cpu") if not isinstance(cursor, torch.Tensor) else cursor
         if not mask.ndim:
             return plain_cursor(bool(mask))
         if size is None or mask.ndim > 1:
@@ -84,7 +84,7 @@ def region(cursor: Any, shape: Sequence[int]) -> tuple[int, ...]:
         return (*cursor.shape, *shape[1:])
     if isinstance(cursor, slice):
         return (len(range(*cursor.indices(shape[0]))), *shape[1:])
-    return tuple(torch.empty((), dtype=torch.bool).expand(tuple(shape))[_on_cpu(cursor)].shape)
+    return tuple(torch.empty((), dtype=torch.bool, device="cpu").expand(tuple(shape))[_on_cpu(cursor)].shape)
 
 
 def rows_named(cursor: Any, shape: Sequence[int], dim: int = 0) -> torch.Tensor:
@@ -108,7 +108,7 @@ def rows_named(cursor: Any, shape: Sequence[int], dim: int = 0) -> torch.Tensor:
     cursor = _on_cpu(cursor)
     numbers = []
     for place, size in enumerate(shape if advanced(cursor) else shape[:1]):
-        along = torch.arange(size).reshape(-1, *(1,) * (len(shape) - place - 1)).expand(shape)
+        along = torch.arange(size, device="cpu").reshape(-1, *(1,) * (len(shape) - place - 1)).expand(shape)
         numbers.append(along.transpose(0, dim)[cursor].reshape(-1))
     if advanced(cursor):
         cells = numbers[0]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrl_generational.devices import CPU
 from torchrl_generational.trees import array_dtype
 
 __all__ = ["draw", "weights"]
@@ -61,7 +62,7 @@ def weights(sampler: Any, num_cells: int, leaf: np.ndarray[Any, Any]) -> torch.T
 
 def _landing(sums: Any, total: float, generator: torch.Generator | None, count: int) -> np.ndarray[Any, Any]:
     """Where ``count`` masses fall."""
-    mass = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
+    mass = torch.rand(count, dtype=torch.float64, generator=generator, device=CPU).numpy()
     np.subtract(1.0, mass, out=mass)
     mass *= total
     cells: np.ndarray[Any, Any] = sums.scan_lower_bound(mass)

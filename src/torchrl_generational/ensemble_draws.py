@@ -40,7 +40,7 @@ class Draw:
 
     def places(self, answers: torch.Tensor) -> Iterator[torch.Tensor]:
         """The places of each part of the batch, by what the ensemble's sampler made of the members' answers."""
-        return (torch.arange(*part.tolist()) if self._bounds_only else part for part in answers)
+        return (torch.arange(*part.tolist(), device="cpu") if self._bounds_only else part for part in answers)
 
     def add(self, number: int, data: Any, index: Any, info: dict[str, Any]) -> torch.Tensor:
         """Takes what was drawn from a member, and names its places: by their bounds, where parts stay whole."""
@@ -49,8 +49,9 @@ class Draw:
         count, start = index.shape[0], self._parts[-1][1] if self._parts else 0
         self._parts.append((start, start + count, data))
         entries = {key: value for key, value in info.items() if key != "index" and _per_row(value, count)}
-        self._infos.append(entries | {"index": index, "buffer_ids": torch.full((count,), number)})
-        return torch.tensor([start, start + count]) if self._bounds_only else torch.arange(start, start + count)
+        self._infos.append(entries | {"index": index, "buffer_ids": torch.full((count,), number, device="cpu")})
+        bounds = torch.tensor([start, start + count], device="cpu")
+        return bounds if self._bounds_only else torch.arange(start, start + count, device="cpu")
 
     def records(self, place: torch.Tensor) -> Any:
         """The records at consecutive places."""
@@ -83,7 +84,7 @@ class Draw:
         """Handles and weights of the records at ``place``, as TorchRL's ensembles lay them out."""
         if any(_WEIGHT in info for info in self._infos):
             for info in self._infos:
-                info.setdefault(_WEIGHT, torch.ones(info["buffer_ids"].shape))
+                info.setdefault(_WEIGHT, torch.ones(info["buffer_ids"].shape, device="cpu"))
         keys = [key for key in self._infos[0] if all(key in info for info in self._infos)]
         rows = {key: torch.cat([info[key] for info in self._infos]) for key in keys}
         found = {key: value[place.to(value.device)] for key, value in rows.items()}

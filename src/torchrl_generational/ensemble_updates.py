@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers.utils import _reduce
 
 from torchrl_generational.arrays import index_array
 from torchrl_generational.conditional import PRIORITY
+from torchrl_generational.devices import as_tensor
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import as_generation, as_int64, normalise_handles, repeats_from
 from torchrl_generational.leaves import checked_array, checked_priority
@@ -289,7 +290,7 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
             4
             >>> rb.shutdown()
         """
-        index, buffer_ids = (torch.as_tensor(part) for part in _split(index, buffer_ids))
+        index, buffer_ids = (as_tensor(part) for part in _split(index, buffer_ids))
         handles = TensorDict({"index": index, "buffer_ids": buffer_ids}, buffer_ids.shape)
         future: Future[UpdateResult] = self.submit_update_if_present(
             index=handles, generation=generation, patch={PRIORITY: priority}

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from torchrl_generational.devices import as_tensor
+
 __all__ = [
     "Handles",
     "as_generation",
@@ -64,7 +66,7 @@ def as_int64(name: str, value: Any, device: torch.device | None = None) -> torch
             array = array.astype(np.int64)
         if array.dtype.kind not in "iu":
             raise TypeError(_not_integers(name, f"{type(value).__name__} of {array.dtype}"))
-        value = torch.as_tensor(array.astype(np.int64, copy=False))
+        value = torch.from_numpy(array.astype(np.int64, copy=False))
     elif value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
         raise TypeError(_not_integers(name, f"a tensor of {value.dtype}"))
     result: torch.Tensor = value.detach()
@@ -101,7 +103,7 @@ def _stamps_from_outside(value: Any) -> torch.Tensor:
         array = array.astype(np.int64)
     if array.dtype.kind != "i" or array.dtype.itemsize != 8:
         raise TypeError(_no_stamps(f"{type(value).__name__} of {array.dtype}"))
-    return torch.as_tensor(array.astype(np.int64, copy=False))  # some are big-endian
+    return torch.as_tensor(array.astype(np.int64, copy=False), device="cpu")  # some are big-endian
 
 
 def _no_stamps(came: str) -> str:
@@ -273,7 +275,7 @@ def rows_of(index: Any) -> torch.Tensor:
     rows = index[0] if isinstance(index, tuple) else index
     if type(rows) is torch.Tensor and rows.dtype is torch.int64:
         return rows
-    return torch.as_tensor(rows, dtype=torch.int64)
+    return as_tensor(rows).to(torch.int64)
 
 
 def rows_written(cursor: Any, num_rows: int) -> int | slice | torch.Tensor:
@@ -308,9 +310,9 @@ def rows_written(cursor: Any, num_rows: int) -> int | slice | torch.Tensor:
     if isinstance(cursor, slice):
         return slice(*cursor.indices(num_rows))
     if isinstance(cursor, range):
-        cursor = torch.arange(cursor.start, cursor.stop, cursor.step)
+        cursor = torch.arange(cursor.start, cursor.stop, cursor.step, device="cpu")
     if isinstance(cursor, bool) or (not isinstance(cursor, torch.Tensor) and np.asarray(cursor).dtype == np.bool_):
-        cursor = torch.as_tensor(np.asarray(cursor))
+        cursor = torch.tensor(np.asarray(cursor), device="cpu")
     if isinstance(cursor, torch.Tensor) and cursor.dtype == torch.bool:
         # a mask may cover more dimensions than the rows
         return cursor.nonzero()[:, 0] if cursor.ndim else slice(None)
@@ -346,7 +348,7 @@ def as_rows(written: int | slice | torch.Tensor, num_rows: int) -> torch.Tensor:
     if isinstance(written, torch.Tensor):
         return written
     start, stop, step = (written if isinstance(written, slice) else slice(written, written + 1)).indices(num_rows)
-    return torch.arange(start, max(start, stop), step)
+    return torch.arange(start, max(start, stop), step, device="cpu")
 
 
 def as_count(written: slice | torch.Tensor, num_rows: int) -> int:

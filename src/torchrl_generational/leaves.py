@@ -153,7 +153,7 @@ def store_default(sampler: PrioritizedSampler, cells: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _leaf_of(priority: float, eps: float, alpha: float, dtype: torch.dtype) -> Any:
-    leaf = torch.pow(torch.tensor(priority, dtype=dtype) + eps, alpha).numpy()
+    leaf = torch.pow(torch.tensor(priority, dtype=dtype, device="cpu") + eps, alpha).numpy()
     leaf.flags.writeable = False
     return leaf
 

@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter
 
 from torchrl_generational.counters import SharedCounter
+from torchrl_generational.devices import as_tensor
 from torchrl_generational.protocols import generations_on
 from torchrl_generational.restores import Plan, Saved, carry_out
 from torchrl_generational.stamps import NEVER_WRITTEN
@@ -93,7 +94,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
         if self._storage is None:
             never: torch.Tensor = super().generations_of(index)
             return never
-        index = torch.as_tensor(index)
+        index = as_tensor(index)
         generations = self._storage.slot_generations
         known = (index >= 0) & (index < generations.num_rows)
         return torch.where(known, generations.lookup(torch.where(known, index, 0)), NEVER_WRITTEN)
@@ -109,7 +110,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
         withdraw_handles(data)
         data.set("index", slots[0])
         self._write(slots[0], data, accepted)
-        self._mark_update_entities(torch.tensor(slots))
+        self._mark_update_entities(torch.tensor(slots, device="cpu"))
         return slots[0]
 
     def extend(self, data: TensorDictBase) -> torch.Tensor:
@@ -123,7 +124,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
             index[rows] = torch.tensor(slots, device=index.device)
             withdraw_handles(data)
             data.set("index", index)
-            self._write(index[rows], data[torch.tensor(rows)], accepted)
+            self._write(index[rows], data[torch.tensor(rows, device="cpu")], accepted)
         self._mark_update_entities(index)
         return index
 

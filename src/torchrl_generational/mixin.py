@@ -325,9 +325,9 @@ class GenerationalReplayBufferMixin(
         """
         if isinstance(priority, float | list | tuple | np.ndarray):
             with contextlib.suppress(ValueError, TypeError, RuntimeError):  # what is no number is refused below
-                given = torch.as_tensor(priority)
+                given = torch.as_tensor(priority, device="cpu")
                 if given.is_floating_point():  # TorchRL makes it float32, whatever the tree's
-                    priority = torch.as_tensor(priority, dtype=torch.float64)
+                    priority = torch.as_tensor(priority, dtype=torch.float64, device="cpu")
         self._ready()
         self._refuse_write()
         with self._exclusive():

@@ -112,4 +112,4 @@ def largest_priority(*, alpha: float, eps: float, capacity: int, dtype: torch.dt
 
 def just_within(most: float, dtype: torch.dtype) -> torch.Tensor:
     """The largest number of ``dtype`` below ``most``, 0-d."""
-    return torch.tensor(most, dtype=dtype).nextafter(torch.zeros((), dtype=dtype))
+    return torch.tensor(most, dtype=dtype, device="cpu").nextafter(torch.zeros((), dtype=dtype, device="cpu"))

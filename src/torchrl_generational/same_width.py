@@ -34,7 +34,10 @@ def is_storable(dtype: torch.dtype) -> bool:
 
 def _works(dtype: torch.dtype, operation: Callable[[torch.Tensor, torch.Tensor], Any]) -> bool:
     try:
-        operation(torch.zeros(1, dtype=torch.int64).new_empty(1, dtype=dtype), torch.zeros(1, dtype=torch.int64))
+        operation(
+            torch.zeros(1, dtype=torch.int64, device="cpu").new_empty(1, dtype=dtype),
+            torch.zeros(1, dtype=torch.int64, device="cpu"),
+        )
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     return True

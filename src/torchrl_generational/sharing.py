@@ -115,7 +115,7 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
         if self._compilable:
             return self.__dict__.get("_last_cursor")
         row = self._last_cursor_index
-        return None if row is None else torch.tensor([row])
+        return None if row is None else torch.tensor([row], device="cpu")
 
     @_last_cursor.setter
     def _last_cursor(self, cursor: Any) -> None:

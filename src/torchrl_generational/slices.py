@@ -295,7 +295,7 @@ class GenerationalPrioritizedSliceSampler(GenerationalPrioritizedSampler, Priori
 
     def _marks(self, records: Any, index: tuple[torch.Tensor, ...], last: Any) -> dict[Any, torch.Tensor]:
         """Where slices and trajectories end, under the keys that value estimators look for."""
-        truncated = torch.zeros(len(index[0]), 1, dtype=torch.bool)
+        truncated = torch.zeros(len(index[0]), 1, dtype=torch.bool, device="cpu")
         truncated.numpy()[last] = True
         done_key, terminated_key = (_replace_last(self.truncated_key, name) for name in ("done", "terminated"))
         done, terminated = (values_at(records, key, index) for key in (done_key, terminated_key))
@@ -323,7 +323,7 @@ def _ends_of(start: torch.Tensor, stop: torch.Tensor, lengths: torch.Tensor) -> 
     """Boundaries as TorchRL keeps them, as one flag per record ``[rows, *inner]``."""
     inner = [int(coordinate.max()) + 1 for coordinate in stop[:, 1:].unbind(1)]
     rows = int(lengths.sum()) // torch.Size(inner).numel()
-    ends = torch.zeros(rows, *inner, dtype=torch.bool)
+    ends = torch.zeros(rows, *inner, dtype=torch.bool, device="cpu")
     ends[tuple(stop.cpu().unbind(1))] = True
     return ends
 

@@ -133,7 +133,7 @@ def _draw_exactly(sampler: Any, num_cells: int, count: int, rule: StartRule) -> 
     sums = np.cumsum(leaves)
     if not sums[-1] > 0:
         raise RuntimeError(_refusal(num_cells, rule))
-    uniform = torch.rand(count, dtype=torch.float64, generator=sampler._rng).numpy()
+    uniform = torch.rand(count, dtype=torch.float64, generator=sampler._rng, device="cpu").numpy()
     cells = np.searchsorted(sums, (1.0 - uniform) * sums[-1])  # masses in (0, total]: none lands on a leaf of zero
     return Slices(cells, np.minimum(left[cells], rule.steps))
 

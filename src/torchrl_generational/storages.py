@@ -315,7 +315,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         """Saves the records as TorchRL does, and also a storage without any."""
         if self.initialized:
             if self._last_cursor is None:  # never written here: the records are in order
-                self._set_last_cursor(torch.tensor([max(int(self._len_along_dim0) - 1, 0)]))
+                self._set_last_cursor(torch.tensor([max(int(self._len_along_dim0) - 1, 0)], device="cpu"))
             with self._of_one_moment():
                 super().dumps(path)
             return
@@ -332,9 +332,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         """
         carry_out(lambda plan: self.plan(plan, LoadedRecords.of(self, Saved(folder=Path(path)))))
 
-    def plan(
-        self, plan: Plan, loaded: LoadedRecords, stamps: ReadyStamps | None = None, *, loader: Any = None
-    ) -> None:
+    def plan(self, plan: Plan, loaded: LoadedRecords, stamps: ReadyStamps | None = None, *, loader: Any = None) -> None:
         """Plans to put loaded records in place.
 
         Args:

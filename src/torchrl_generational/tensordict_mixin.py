@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Compose
 
 from torchrl_generational.conditional import ConditionalUpdates
+from torchrl_generational.devices import CPU, as_tensor
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.incoming import refuse_layout
 from torchrl_generational.indexing import as_generation, as_int64, keep_last
@@ -31,7 +32,6 @@ from torchrl_generational.writers import GenerationalTensorDictRoundRobinWriter,
 
 __all__ = ["GenerationalTensorDictReplayBufferMixin"]
 
-_CPU = torch.device("cpu")
 # TorchRL's two ways to a record's own priority, both of which say the default where it has none.
 _PRIORITY_ITEMS = (TensorDictReplayBuffer._get_priority_item, TensorDictPrioritizedReplayBuffer._get_priority_item)
 _Buffer: Any = TensorDictReplayBuffer if TYPE_CHECKING else object
@@ -131,8 +131,8 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             and type(storage._storage) is TensorDict
             and storage._storage.ndim == 1
             and gathers(storage._storage)
-            and storage._storage.device in (None, _CPU)
-            and storage.device == _CPU
+            and storage._storage.device in (None, CPU)
+            and storage.device == CPU
         )
 
     def update_tensordict_priority_if_present(self, data: TensorDictBase) -> UpdateResult:
@@ -241,7 +241,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         """Updates by the slot just written to, whatever old handle ``data`` holds, through overrides. Lock held."""
         ours = GenerationalTensorDictReplayBufferMixin.update_tensordict_priority
         if type(self).update_tensordict_priority is not ours and is_tensor_collection(data):
-            stamp = self._generations_now(torch.as_tensor(index).reshape(-1))  # for one that goes by handles
+            stamp = self._generations_now(as_tensor(index).reshape(-1))  # for one that goes by handles
             data.set(GENERATION_KEY, stamp.reshape((1,) * data.ndim).expand(data.batch_size))
         before, self._written = self._written, data
         try:
@@ -277,7 +277,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             with _set_dispatch_td_nn_modules(is_tensor_collection(data)):
                 data = self._transform.inv(data)
         if data is None:
-            return torch.zeros((0, self._storage.ndim), dtype=torch.long)
+            return torch.zeros((0, self._storage.ndim), dtype=torch.long, device="cpu")
         refuse_layout(self, data, self._storage.ndim - 1)
         priority = self._first_priority(data)
         keeps = priority is not None and keeps_priorities(self._learners_sampler())
@@ -293,7 +293,9 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                 elif self._storage.ndim == 1 and not self._defaults_are_plain():
                     self._give_first_priority(data, index)
                 elif keeps:
-                    self.update_priority(index if self._storage.ndim > 1 else torch.as_tensor([index]), priority)
+                    self.update_priority(
+                        index if self._storage.ndim > 1 else torch.as_tensor([index], device="cpu"), priority
+                    )
         return index
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
@@ -321,7 +323,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         elif self._transform is not None:
             tensordicts = self._transform.inv(tensordicts)
         if tensordicts is None:
-            return torch.zeros((0, self._storage.ndim), dtype=torch.long)
+            return torch.zeros((0, self._storage.ndim), dtype=torch.long, device="cpu")
         refuse_layout(self, tensordicts, self._storage.ndim)
         priority = None
         if update_priority is None or update_priority:
@@ -365,8 +367,8 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         log = self._storage.slot_generations.log
         if priority is None or log is None or self._storage.ndim > 1 or not records:
             return
-        first = self._per_record(torch.as_tensor(priority).detach().double().cpu(), records)
-        rows = torch.as_tensor(index).reshape(-1).cpu()
+        first = self._per_record(as_tensor(priority).detach().double().cpu(), records)
+        rows = as_tensor(index).reshape(-1).cpu()
         if not isinstance(self._writer, GenerationalWriterMixin) or len(rows) > self._storage.max_size:
             real = rows >= 0  # -1: not stored
             rows, first = rows[real], first[real]
@@ -388,7 +390,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
 
     def _one_each(self, priority: Any, shape: torch.Size) -> torch.Tensor:
         """First priorities of records of this shape, flat, of which each may have several; refused if it has none."""
-        priority = torch.as_tensor(priority)
+        priority = as_tensor(priority)
         if priority.shape[: len(shape)] != shape or not priority.numel():
             raise ValueError(
                 f"{self.priority_key!r} has shape {tuple(priority.shape)} for records of shape {tuple(shape)}. Nothing "

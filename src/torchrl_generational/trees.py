@@ -305,7 +305,7 @@ def _leaves_in(tree: Any) -> torch.Tensor:
             raise ValueError(f"The checkpoint's sampler has priorities of {tree.dtype}: it is damaged.")
         return tree
     try:
-        return read_leaves(tree, torch.arange(tree.size))
+        return read_leaves(tree, torch.arange(tree.size, device="cpu"))
     except (AttributeError, TypeError) as error:
         raise ValueError(
             f"The checkpoint's sampler has a {type(tree).__name__} in the place of a priority tree: it is damaged."

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.storages.tensor import _flip_list
 
 from torchrl_generational.cursors import advanced, region
+from torchrl_generational.devices import as_tensor
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.same_width import is_storable
 
@@ -225,7 +226,7 @@ def _check_entry(write: _Write, path: _Path, stored: Any, new: Any, dropped: tup
         elif path:
             raise TypeError(_misfit(path, f"type {type(new).__name__}", "holds a tensordict"))
         else:  # goes to all entries
-            new = torch.as_tensor(new)  # as tensordict makes it
+            new = as_tensor(new)  # as tensordict makes it
             for key, old in stored.items():
                 _check_entry(write, (*path, key), old, new, dropped)
         return

@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
 from torchrl_generational.counters import SharedCounter
+from torchrl_generational.devices import CPU
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.indexing import rows_written
 from torchrl_generational.process_locks import renew_in_forked_children
@@ -27,7 +28,7 @@ from torchrl_generational.writer_state import WriterState, named_origin, newest_
 
 __all__ = ["GenerationalRoundRobinWriter", "GenerationalTensorDictRoundRobinWriter"]
 
-_CPU = (None, torch.device("cpu"))
+_CPU = (None, CPU)
 
 
 class _Number:
@@ -152,7 +153,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
             carry_out(lambda plan: plan_writer_alone(plan, self, state))
             return
         SlotGenerations(0 if state.stamps is None else len(state.stamps)).check(
-            torch.empty(0, dtype=torch.int64) if state.stamps is None else state.stamps, **state.origin
+            torch.empty(0, dtype=torch.int64, device=CPU) if state.stamps is None else state.stamps, **state.origin
         )
         plan = Plan()
         state.plan(plan, self)
@@ -246,7 +247,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         storage = self._storage
         start, rows = self._cursor, storage.max_size
         stop = start + data.shape[0]
-        index = torch.arange(start, stop)
+        index = torch.arange(start, stop, device=CPU)
         if stop > rows:
             index %= rows
         self._tell(data, index)
@@ -257,7 +258,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
     def _write_one(self, data: Any) -> int:
         """Writes a plain record to the next slot of a storage of one dimension, and returns that. Lock held."""
         storage, row = self._storage, self._cursor
-        self._tell(data, torch.tensor(row))
+        self._tell(data, torch.tensor(row, device=CPU))
         storage.set(row, data)
         self._moved_to((row + 1) % storage.max_size, 1, row)
         return row
