@@ -74,8 +74,9 @@ class StorageLock:
         """
         with self._threads:
             if self._processes is None:
+                processes = make_process_lock()
                 self.maker = Maker.this_process()
-                self._processes = make_process_lock()
+                self._processes = processes
 
     def acquire(self) -> bool:
         """Blocks until this thread, and this process, hold the lock."""
