@@ -11,10 +11,11 @@ import os
 import secrets
 import threading
 from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torchrl_generational.process_locks import make_process_lock, renew_in_forked_children
-from torchrl_generational.write_access import Maker
+from torchrl_generational.write_access import Maker, refuse_sent
 
 __all__ = ["StorageLock"]
 
@@ -130,3 +131,13 @@ class StorageLock:
             self.elsewhere = self.maker is not None and self.maker.pid != os.getpid()
         elif processes is True:
             self.maker = Maker.this_process()
+
+
+def _reduced(lock: StorageLock) -> Any:
+    """What a queue or pipe between processes sends of a lock, and with it of a storage or buffer."""
+    if lock.is_shared and get_spawning_popen() is None:
+        return refuse_sent, (os.getpid(),)
+    return lock.__reduce_ex__(2)
+
+
+ForkingPickler.register(StorageLock, _reduced)
