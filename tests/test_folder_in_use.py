@@ -1,4 +1,4 @@
-"""One live storage per folder, for as long as its maker or one of its writers lives; and writers whose maker is gone."""
+"""One live storage per folder while its maker or one of its writers lives; and writers whose maker is gone."""
 
 from __future__ import annotations
 

@@ -58,13 +58,8 @@ def state_of(rb: Any) -> Any:
 
 
 def refused(act: Callable[[], Any], name: str) -> None:
-    try:
+    with pytest.raises(RuntimeError, match=REFUSED):
         act()
-    except RuntimeError as error:
-        assert "was forked from the one that made the buffer" in str(error), f"{name}: {error}"
-        assert "share() before the fork" in str(error)
-        assert "copy.deepcopy(buffer)" in str(error)
-    else:
         raise AssertionError(f"{name} was not refused")
 
 
@@ -284,8 +279,13 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "[]": lambda rb: rb.__setitem__((0,), records(1, 100, index=torch.zeros(1, dtype=torch.int64))[0]),
     "empty": lambda rb: rb.empty(),
     "load": lambda rb: rb.load_state_dict(rb.state_dict()),
-    "failed": lambda rb: pytest.raises(Exception, rb.extend, TensorDict({"x": torch.zeros(2, 3)}, [2])),
+    "failed": lambda rb: write_misfits(rb),
 }
+
+
+def write_misfits(rb: Any) -> None:
+    with pytest.raises(RuntimeError):
+        rb.extend(TensorDict({"x": torch.zeros(2, 3)}, [2]))
 
 
 @pytest.mark.parametrize("write", WRITES)

@@ -7,6 +7,7 @@ buffer, with a call of it, or as one that cannot, with the reason.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -92,6 +93,7 @@ ACTS: dict[str, Act] = {
     "write_all": lambda rb, info, td, path: rb.write_all(with_index(8)),
     "__setitem__": lambda rb, info, td, path: rb.__setitem__(slice(0, 2), with_index(2)),
     "__getstate__": lambda rb, info, td, path: rb.__getstate__(),
+    "__deepcopy__": lambda rb, info, td, path: copy.deepcopy(rb),
     # reads that must see one state
     "__getitem__": lambda rb, info, td, path: rb[2:4],
     "__iter__": lambda rb, info, td, path: next(iter(rb)),
@@ -250,8 +252,20 @@ class Tree:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tree, name)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self.tree, memo)
 
-READS = {"can_sample", "query", "read_all_in_order", "__getitem__", "state_dict", "__getstate__", "stats"} | {
+
+READS = {
+    "can_sample",
+    "query",
+    "read_all_in_order",
+    "__getitem__",
+    "state_dict",
+    "__getstate__",
+    "__deepcopy__",
+    "stats",
+} | {
     *("dump", "dumps", "save"),
     *("sample", "next", "__iter__"),  # change the queue if there is one
 }

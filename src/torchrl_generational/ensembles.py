@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 
 from torchrl_generational.buffers import GenerationalReplayBuffer
 from torchrl_generational.carrier import steps_of
+from torchrl_generational.copies import copied, frozen_ensemble, still, take_moment
 from torchrl_generational.ensemble_checkpoints import EnsembleCheckpoints
 from torchrl_generational.ensemble_draws import Draw, attached, follow_parts, on_first
 from torchrl_generational.ensemble_updates import EnsembleUpdates
@@ -362,11 +363,24 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             raise ValueError(_NOT_SHARED)
-        state: dict[str, Any] = super().__getstate__()
+        if not self._made:
+            self._ready()
+        with self._still():
+            state: dict[str, Any] = super().__getstate__()
+            frozen_ensemble(self, state)
         return state
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._ready()
+        with self._futures_lock:
+            self._synchronize_futures_locked()
+        with still([self, *self._rbs]):
+            return copied(self, memo)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        take_moment(state)
         super().__setstate__(state)
+        self._ready()
         renew_in_forked_children(self, "_renew_locks")
 
 

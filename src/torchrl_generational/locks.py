@@ -11,11 +11,12 @@ import os
 import secrets
 import threading
 from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torchrl_generational.interrupts import deferral
 from torchrl_generational.process_locks import make_process_lock, renew_in_forked_children
-from torchrl_generational.write_access import Maker
+from torchrl_generational.write_access import Maker, refuse_sent
 
 __all__ = ["Interruptible", "StorageLock"]
 
@@ -77,8 +78,9 @@ class StorageLock:
         """
         with self._threads:
             if self._processes is None:
+                processes = make_process_lock()
                 self.maker = Maker.this_process()
-                self._processes = make_process_lock()
+                self._processes = processes
 
     def acquire(self) -> bool:
         """Blocks until this thread, and this process, hold the lock. Ctrl-C ends the wait, and waits for the release.
@@ -171,3 +173,13 @@ class Interruptible:
         held, self._held = self._held, False
         if held:
             self._lock.release()
+
+
+def _reduced(lock: StorageLock) -> Any:
+    """What a queue or pipe between processes sends of a lock, and with it of a storage or buffer."""
+    if lock.is_shared and get_spawning_popen() is None:
+        return refuse_sent, (os.getpid(),)
+    return lock.__reduce_ex__(2)
+
+
+ForkingPickler.register(StorageLock, _reduced)

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import ConsumingSampler, PrioritizedSampler, Sampler
 from torchrl.data.replay_buffers.writers import RoundRobinWriter
 
+from torchrl_generational.copies import check_moment, copied, frozen, still, take_moment
 from torchrl_generational.learner import Follower
 from torchrl_generational.process_locks import renew_in_forked_children
 from torchrl_generational.sharing import SharableStorage
@@ -67,6 +68,7 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     _follower: Follower | None = None  # guarded by the storage's lock
     _write_lock: Any
     _passed_on: Any = None
+    _moment: int | None = None  # of a copy: that of its storage
     _initializing: int | None
 
     @property
@@ -270,10 +272,15 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         if spawning and not (self._initialized and self._storage.slot_generations.is_shared):
             self.share()
         self._passed_on = None
-        state: dict[str, Any] = super().__getstate__()
         if not spawning:
-            state["_owner"] = None
+            with self._futures_lock:
+                self._synchronize_futures_locked()
+                with self._exclusive():
+                    state: dict[str, Any] = super().__getstate__()
+                    state["_owner"] = None
+                    frozen(self, state)
             return state
+        state = super().__getstate__()
         state["_follower"] = None
         # What TorchRL makes for the copy lies in shared memory, which must be there until the process has started.
         self._passed_on = state["_rng"]
@@ -283,10 +290,19 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 state[name] = sampler if isinstance(sampler, AbsentSampler) else AbsentSampler(sampler)
         return state
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with self._futures_lock:
+            self._synchronize_futures_locked()
+        with still([self]):
+            return copied(self, memo)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state["_owner"] is None:
             state["_owner"] = os.getpid()
+        self._moment = take_moment(state)
         super().__setstate__(state)
+        if "_mutation_revision_value" in vars(vars(self).get("_storage", self)):  # else it is not complete yet
+            check_moment(self._storage, self._moment)
         renew_in_forked_children(self, "_renew_locks")
 
     def _renew_locks(self) -> None:

@@ -25,6 +25,7 @@ from torchrl.data.replay_buffers.storages import (
 from torchrl_generational import records
 from torchrl_generational.arrays import index_array
 from torchrl_generational.checked_writes import CheckedWrites
+from torchrl_generational.copies import check_moment
 from torchrl_generational.cursors import advanced, is_plain, plain_cursor
 from torchrl_generational.generations import ReadyStamps, SlotGenerations
 from torchrl_generational.incoming import last_of_each, names_rows, refuse_varying_objects, select, without_handles
@@ -290,6 +291,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         for buffer in self._attached_entities:  # those that were complete before this storage
             if "_sampler" in vars(buffer) and hasattr(buffer, "_lend_lock"):
                 buffer._lend_lock()
+                check_moment(self, buffer._moment)
 
     def state_dict(self) -> dict[str, Any]:
         """One consistent snapshot: later writes do not show in it, as they do in TorchRL's.

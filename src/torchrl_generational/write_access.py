@@ -13,7 +13,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Maker", "refuse_left_behind", "refuse_write"]
+__all__ = ["Maker", "refuse_left_behind", "refuse_sent", "refuse_write"]
 
 
 class Maker:
@@ -91,3 +91,16 @@ def refuse_left_behind(lock: Any) -> None:
             "Nothing was changed. Call share() before the fork (or pass shared=True); or give this process a buffer of "
             "its own, copy.deepcopy(buffer). Reading goes on to work here."
         )
+
+
+def refuse_sent(sender: int) -> Any:
+    """Stands for the lock of a shared buffer that came through a queue or a pipe, and refuses to be unpickled.
+
+    It would be a copy, whose writes are lost to the original; and refusing to pickle it would leave whoever waits at a
+    queue waiting, since that pickles in a thread of its own.
+    """
+    raise RuntimeError(
+        f"A buffer that processes share, of process {sender}, came through a queue or a pipe, which carry copies: what "
+        "is written to one is lost to the other. Pass the buffer to processes when they are started, "
+        "Process(args=(buffer,)). To send a copy, send buffer.state_dict(), or pickle.dumps(buffer)."
+    )
