@@ -87,7 +87,9 @@ class LoadedRecords:
         length = state["_len"]
         _refuse_length(length)
         if type(state["initialized"]) is not bool:
-            raise ValueError(f"The storage's state has initialized={state['initialized']!r:.80}: it is damaged. {_LIKE}")
+            raise ValueError(
+                f"The storage's state has initialized={state['initialized']!r:.80}: it is damaged. {_LIKE}"
+            )
         if not state["initialized"]:
             return cls._none(storage)
         saved = _records_in(state["_storage"], storage)
@@ -213,9 +215,13 @@ def check(storage: Any, saved: Any, length: int) -> None:
             "buffer like the one that it was saved from."
         )
     for name, leaf in found.items():
-        for what, theirs, ours in () if name not in own else (
-            ("shape", tuple(leaf.shape), tuple(own[name].shape)),
-            ("dtype", leaf.dtype, own[name].dtype),
+        for what, theirs, ours in (
+            ()
+            if name not in own
+            else (
+                ("shape", tuple(leaf.shape), tuple(own[name].shape)),
+                ("dtype", leaf.dtype, own[name].dtype),
+            )
         ):
             if theirs != ours:
                 raise ValueError(

@@ -160,7 +160,9 @@ def load_part(plan: Plan, part: Any, what: str, saved: Saved) -> None:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"The {what} of the checkpoint has no file for a {kind} ({error}). {_LIKE}") from error
+            raise FileNotFoundError(
+                f"The {what} of the checkpoint has no file for a {kind} ({error}). {_LIKE}"
+            ) from error
         except Exception as error:
             raise ValueError(
                 f"The {what} of the checkpoint is not that of a {kind}, or is damaged: {described(error)}. Nothing was "
@@ -212,7 +214,9 @@ class Rest:
     def __init__(self, *, batch_size: Any, consume: Any, rng: Any, prefetch: Any, transform: Any, buffer: Any) -> None:
         for name, value in (("batch_size", batch_size), ("consume_after_n_samples", consume)):
             if not (value is None or (type(value) is int and value > 0)):
-                raise ValueError(f"The checkpoint has {name}={value!r}, which should be a positive int or None. {_LIKE}")
+                raise ValueError(
+                    f"The checkpoint has {name}={value!r}, which should be a positive int or None. {_LIKE}"
+                )
         self.batch_size, self.consume, self.transform = batch_size, consume, transform
         with fitting("The state of the random number generator"):
             self.rng = None if rng is None else _generator(*rng)
@@ -220,7 +224,9 @@ class Rest:
             buffer._validate_prefetch_state(prefetch)
             self.queue = None if prefetch is None else [_done(result) for result in prefetch["queue"]]
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise QueueMisfit(f"The prefetched batches of the checkpoint do not fit: {described(error)}. {_LIKE}") from error
+            raise QueueMisfit(
+                f"The prefetched batches of the checkpoint do not fit: {described(error)}. {_LIKE}"
+            ) from error
 
     @classmethod
     def from_state_dict(cls, buffer: Any, state: dict[str, Any]) -> Rest:

@@ -315,9 +315,7 @@ class GenerationalStorageMixin(SharableStorage):
         """
         carry_out(lambda plan: self.plan(plan, LoadedRecords.of(self, Saved(folder=Path(path)))))
 
-    def plan(
-        self, plan: Plan, loaded: LoadedRecords, stamps: ReadyStamps | None = None, *, loader: Any = None
-    ) -> None:
+    def plan(self, plan: Plan, loaded: LoadedRecords, stamps: ReadyStamps | None = None, *, loader: Any = None) -> None:
         """Plans to put loaded records in place.
 
         Args:
