@@ -24,7 +24,7 @@ from torchrl_generational.trees import TreeState
 from torchrl_generational.writer_state import WriterState
 from torchrl_generational.writers import GenerationalWriterMixin
 
-__all__ = ["CheckedCheckpoints", "parts_of_state", "plain_state"]
+__all__ = ["CheckedCheckpoints", "parts_of_state", "plain_state", "refuse_no_dict"]
 
 # A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
 _Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
@@ -240,7 +240,22 @@ def parts_of_state(state: Any, kind: str = "a buffer") -> list[Any]:
             f"The state is not that of {kind}: it lacks {missing} and has {sorted(map(str, state))}. Nothing was "
             f"loaded. Pass what state_dict() of {kind} gave."
         )
+    for name in names[:4]:
+        refuse_no_dict(name, state[name])
     return [state[name] for name in names[:3]]
+
+
+def refuse_no_dict(name: str, state: Any) -> None:
+    """Refuses what no ``state_dict`` of a part gives.
+
+    Raises:
+        ValueError: naming the part.
+    """
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"The state of a buffer has a dict under {name!r}, got {type(state).__name__}: it is damaged. Nothing was "
+            "loaded. Pass what state_dict() of a buffer gave."
+        )
 
 
 def plain_state(sampler: Any, state: Any) -> Any:

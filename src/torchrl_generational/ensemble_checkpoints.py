@@ -10,7 +10,7 @@ import torch
 from torchrl.data.replay_buffers import ReplayBufferEnsemble
 
 from torchrl_generational import manifest
-from torchrl_generational.checkpoints import CheckedCheckpoints, parts_of_state, plain_state
+from torchrl_generational.checkpoints import CheckedCheckpoints, parts_of_state, plain_state, refuse_no_dict
 from torchrl_generational.folder_lock import refuse_used_folder
 from torchrl_generational.metadata import read_json, reading
 from torchrl_generational.plain import to_plain
@@ -59,13 +59,15 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         self._refuse_write()
         self._refuse_in_own_draw("load_state_dict")
         parts = parts_of_state(state_dict, "an ensemble")
-        if any(not isinstance(part, dict) or not part or set(part) - set(map(str, range(len(part)))) for part in parts):
-            shown = sorted(map(str, parts[0])) if isinstance(parts[0], dict) else type(parts[0]).__name__
+        if any(not part or set(part) - set(map(str, range(len(part)))) for part in parts):
             raise ValueError(
                 f"The state is not that of an ensemble, whose members have numbers: it has {sorted(state_dict)}, and "
-                f"for the storage {shown}. Nothing was loaded. Load a state of a single buffer "
+                f"for the storage {sorted(map(str, parts[0]))}. Nothing was loaded. Load a state of a single buffer "
                 "into a member, ensemble[i].load_state_dict(...)."
             )
+        for name, part in zip(("_storage", "_sampler", "_writer"), parts, strict=True):
+            for number, state in part.items():
+                refuse_no_dict(f"{name}.{number}", state)
         self._check_number(*(len(part) for part in parts))
         with self._still():
 

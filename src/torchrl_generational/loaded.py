@@ -250,10 +250,18 @@ def _records_in(saved: Any, storage: Any) -> Any:
         return saved
     if not isinstance(saved, dict):
         raise ValueError(f"The records of the checkpoint are a {type(saved).__name__}, which no state has. {_LIKE}")
+    wrong = {str(key): type(entry).__name__ for key, entry in saved.items() if not _belongs(key, entry)}
+    if wrong or not saved:
+        raise ValueError(f"The checkpoint has {wrong or 'nothing'} where tensors belong: it is damaged. {_LIKE}")
     with fitting("What the checkpoint has as records"):
         if hasattr(saved, "_metadata") or "__batch_size" in saved:
             return TensorDict().load_state_dict(copy(saved), strict=False)
         return TensorDict(saved, []).unflatten_keys(".")  # a copy without the attribute in which tensordict keeps sizes
+
+
+def _belongs(key: Any, entry: Any) -> bool:
+    """Whether an entry is one that the state of a tensordict has: flat, nested, or of an earlier version's sizes."""
+    return isinstance(entry, torch.Tensor | dict) or key in ("__batch_size", "__device")
 
 
 def leaves_of(data: Any, *, like: Any = None) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
+from torchrl.data.replay_buffers.samplers import ConsumingSampler, SamplerWithoutReplacement
 
 from torchrl_generational.metadata import read_json, reading
 from torchrl_generational.plain import from_plain, unshared
@@ -155,6 +156,7 @@ def load_part(plan: Plan, part: Any, what: str, saved: Saved) -> None:
                 part.loads(saved.folder)
             else:
                 part.load_state_dict(_decoupled(saved.state))
+            _refuse_damaged(part)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except FileNotFoundError as error:
@@ -168,6 +170,21 @@ def load_part(plan: Plan, part: Any, what: str, saved: Saved) -> None:
             ) from error
 
     plan.load(keep, load)
+
+
+def _refuse_damaged(part: Any) -> None:
+    """Refuses what TorchRL's samplers take over unseen, and would read other records by, or fail at the next draw."""
+    if isinstance(part, SamplerWithoutReplacement):
+        rows = part._sample_list
+        if rows is not None:
+            whole = isinstance(rows, torch.Tensor) and rows.ndim == 1 and not rows.is_floating_point()
+            if not whole or (rows.numel() and not (rows.min() >= 0 and rows.max() < part.len_storage)):
+                raise ValueError(f"it has _sample_list={rows!r:.80} of {part.len_storage} records")
+    if isinstance(part, ConsumingSampler):
+        for name in ("_sample_count", "_live_mask"):
+            held = getattr(part, name)
+            if held is not None and not (isinstance(held, torch.Tensor) and held.shape[0] >= part._known_storage_len):
+                raise ValueError(f"it has {name}={held!r:.80} of {part._known_storage_len} records")
 
 
 def _decoupled(state: Any) -> Any:

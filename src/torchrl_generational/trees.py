@@ -284,7 +284,7 @@ def _maximum(saved: Any) -> tuple[float | None, int | None]:
     pair = (None, None) if saved is None else saved
     if isinstance(pair, tuple | list) and len(pair) == 2:
         value, cell = pair
-        whole = cell is None or (_is_number(cell) and float(cell) in range(2**62))
+        whole = cell is None or (_is_number(cell) and float(cell).is_integer())
         if (value is None or _is_number(value)) and whole:
             return None if value is None else float(value), None if cell is None else int(cell)
     raise ValueError(
