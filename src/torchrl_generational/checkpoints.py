@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.checkpointers import H5StorageCheckpointer
 
 from torchrl_generational import manifest
+from torchrl_generational.metadata import read_json, reading
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.trees import TreeState
@@ -81,7 +81,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         self._refuse_restore()
         if storage is not None:
             self._check_stored_records(storage)
-        saved = json.loads((writer / "metadata.json").read_text()).get("generation_shape")
+        saved = read_json(writer / "metadata.json").get("generation_shape")
         self._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
         if isinstance(self._sampler, GenerationalPrioritizedSampler):
             self._check_priorities(TreeState.from_path(sampler))
@@ -102,14 +102,21 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         written after :meth:`dumps`, all handles are stale after loading it.
 
         Args:
-            path: an existing directory, or one to make in an existing directory. One process at a time uses it.
+            path: an existing directory, or one to make in an existing directory. While another thread or process saves
+                to it or loads from it, this waits.
+
+        Raises:
+            ValueError: if the directory holds files or folders of a checkpoint's names that are of none; nothing has
+                changed then.
         """
         self._ready()
         path = Path(path).absolute()
         path.mkdir(exist_ok=True)
         with self._futures_lock:
             self.synchronize()
-            with self._exclusive():  # where the storage lies must not change before it is saved
+            in_place = self._lies_in(path / "storage")
+            # where the storage lies must not change before it is saved
+            with manifest.locked_for_writing(path, in_place=in_place), self._exclusive():
                 self._catch_up_here()
                 with manifest.writing(path, in_place=self._lies_in(path / "storage")) as folder:
                     super().dumps(folder)
@@ -135,16 +142,20 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         path = Path(path).absolute()
         with self._futures_lock:
             self.synchronize()
-            manifest.settle(path)
-            records_may_be_newer = manifest.verify(path)
-            with self._exclusive():
+            with manifest.reading(path) as found, self._exclusive():
                 self._check_saved(path / "storage", path / "sampler", path / "writer")
+                self._validate_prefetch_state(self._load_prefetch_state(path))
                 if self._lies_in(path / "storage"):
-                    manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
+                    found.goes_on_in_place()
                 with self._loading_storage():
                     super().loads(path)
-                if records_may_be_newer:
+                    found.refuse_change()
+                if found.records_may_be_newer:
                     self._storage.slot_generations.replaced(int(self._storage._len_along_dim0 or 0))
+
+    def _load_prefetch_state(self, path: Path) -> Any:
+        with reading(path / "prefetch.pkl"):
+            return super()._load_prefetch_state(path)
 
     @contextlib.contextmanager
     def _loading_storage(self) -> Iterator[None]:
@@ -170,9 +181,10 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             if isinstance(self._storage.checkpointer, H5StorageCheckpointer):
                 return
             raise FileNotFoundError(f"{folder.parent} is not a complete checkpoint: storage_metadata.json is missing.")
-        metadata = json.loads((folder / "storage_metadata.json").read_text())
+        metadata = read_json(folder / "storage_metadata.json")
         tensordicts = not metadata["is_pytree"] and (folder / "meta.json").exists()
-        records = TensorDict.load_memmap(folder) if tensordicts else None
+        with reading(folder):
+            records = TensorDict.load_memmap(folder) if tensordicts else None
         if self._storage.lock.is_shared and metadata["len"]:
             self._storage.check_first_records(records, records is not None and any(objects_in(records)))
         compressed = bool(getattr(self._storage.checkpointer, "_load_hooks", None))

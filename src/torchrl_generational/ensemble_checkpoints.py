@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +12,7 @@ from torchrl.data.replay_buffers import ReplayBufferEnsemble
 
 from torchrl_generational import manifest
 from torchrl_generational.checkpoints import PREFETCHED
+from torchrl_generational.metadata import read_json, reading
 from torchrl_generational.plain import from_plain, to_plain
 
 __all__ = ["EnsembleCheckpoints"]
@@ -24,9 +24,12 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
     """``state_dict``, ``dumps`` and their like over all members, checked before the first one changes."""
 
     _rbs: tuple[Any, ...]
+    _ready: Any
 
-    def _still(self, *, errors: bool = True) -> AbstractContextManager[None]:
-        """No work in flight, here and in the members, and all their locks."""
+    def _still(
+        self, *, errors: bool = True, directory: AbstractContextManager[Any] | None = None
+    ) -> AbstractContextManager[Any]:
+        """No work in flight, here and in the members, and all their locks; that of a directory before them."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,7 +69,9 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         """Saves all members in one section, in TorchRL's layout with a manifest; see the members' own ``dumps``."""
         path = Path(path).absolute()
         path.mkdir(exist_ok=True)
-        with self._still():
+        self._ready()
+        in_place = self._lie_in(path / "storage")
+        with self._still(directory=manifest.locked_for_writing(path, in_place=in_place)):
             for rb in self._rbs:
                 rb._catch_up_here()
             with manifest.writing(path, in_place=self._lie_in(path / "storage")) as folder:
@@ -79,22 +84,26 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
             FileNotFoundError, ValueError: as the members' own ``loads``; nothing has changed in any member.
         """
         path = Path(path).absolute()
-        with self._still():
-            manifest.settle(path)
-            records_may_be_newer = manifest.verify(path, members=len(self._rbs))
+        with self._still(directory=manifest.reading(path, members=len(self._rbs))) as found:
             self._check_number(sum(entry.is_dir() for entry in (path / "writer").iterdir()))
             said = path / "storage" / "metadata.json"
-            empty = json.loads(said.read_text())["empty_members"] if said.exists() else ()
+            empty = read_json(said)["empty_members"] if said.exists() else ()
+            self._validate_prefetch_state(self._load_prefetch_state(path))
             for number, rb in enumerate(self._rbs):
                 storage, sampler, writer = (path / part / str(number) for part in ("storage", "sampler", "writer"))
                 rb._check_saved(None if number in empty else storage, sampler, writer)
             if self._lie_in(path / "storage"):
-                manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
+                found.goes_on_in_place()
             with self._loading():
                 super().loads(path)
-            if records_may_be_newer:
+                found.refuse_change()
+            if found.records_may_be_newer:
                 for rb in self._rbs:
                     rb.storage.slot_generations.replaced(int(rb.storage._len_along_dim0 or 0))
+
+    def _load_prefetch_state(self, path: Path) -> Any:
+        with reading(path / "prefetch.pkl"):
+            return super()._load_prefetch_state(path)
 
     def _lie_in(self, folder: Path) -> bool:
         """Whether the files of members are those of their numbers in ``folder``.

@@ -12,6 +12,8 @@ from tensordict import MemoryMappedTensor
 from torchrl._torchrl import SumSegmentTreeFp32, SumSegmentTreeFp64
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
+from torchrl_generational.metadata import read_json
+
 __all__ = [
     "TreeState",
     "array_dtype",
@@ -144,7 +146,7 @@ class TreeState:
     @classmethod
     def from_path(cls, path: Path) -> TreeState:
         """Reads :meth:`dumps`, or what a TorchRL sampler saved."""
-        metadata = json.loads((path / "sampler_metadata.json").read_text())
+        metadata = read_json(path / "sampler_metadata.json")
         shape = (int(metadata["_max_capacity"]),)
         leaves = [
             MemoryMappedTensor.from_filename(path / name, dtype=torch.float64, shape=shape)
