@@ -6,7 +6,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["ENTRIES", "FOLDERS", "NUMBER", "files_in", "foreign_in"]
@@ -23,7 +23,7 @@ _FILE = re.compile(
     rf"|{re.escape(NUMBER)})"
 )
 # By which file a folder shows that it is of a checkpoint, and which of its keys that file has then.
-_MARKS = {
+_MARKS: dict[str, dict[str, tuple[str, ...]]] = {
     "storage": {"storage_metadata.json": ("is_pytree",), "metadata.json": ("empty_members",), "checkpoint.h5": ()},
     "sampler": {
         "sampler_metadata.json": ("_max_capacity",),
@@ -61,42 +61,34 @@ def files_in(path: Path, entry: str) -> Iterator[tuple[str, os.stat_result]]:
             )
 
 
-def foreign_in(path: Path, manifests: Iterable[set[str] | None]) -> list[str]:
+def foreign_in(path: Path, listed: set[str], *, marked: bool, complete: bool) -> list[str]:
     """What is at the places of a checkpoint in ``path`` and is of none. To make room for one would delete it.
 
     Args:
         path: the directory.
-        manifests: those that are in it: for each the files that it lists, ``None`` for one that lists none.
+        listed: the files that manifests list.
+        marked: whether it has a manifest, in whatever state.
+        complete: whether that lists all files.
     """
-    known = list(manifests)
-    listed: set[str] = set()
-    for files in known:
-        listed |= files or set()
-    complete = None not in known
-    return [
-        entry
-        for entry in ENTRIES
-        if os.path.lexists(path / entry) and not _is_ours(path, entry, listed if complete else set(), bool(known))
-    ]
 
+    def is_ours(entry: str, marked: bool) -> bool:
+        try:
+            files = {name for name, _ in files_in(path, entry)} - listed
+        except ValueError:
+            return False
+        if (path / entry).is_dir() != (entry in (*FOLDERS, "rng_state")):
+            return False
+        if not files:
+            return True
+        if entry in FOLDERS:
+            named = all(_FILE.fullmatch(name.rpartition("/")[2]) for name in files)
+            return named and (marked or _is_marked(path / entry, entry))
+        if marked:
+            return not complete
+        # Of TorchRL's, which writes these after the folders, and its metadata last.
+        return all((path / part).is_dir() and is_ours(part, False) for part in ("storage", "writer"))
 
-def _is_ours(path: Path, entry: str, listed: set[str], marked: bool) -> bool:
-    """Whether an entry of ``path`` is of a checkpoint, of this package or TorchRL's, whole or not."""
-    try:
-        files = [name for name, _ in files_in(path, entry)]
-    except ValueError:
-        return False
-    if (path / entry).is_dir() != (entry in (*FOLDERS, "rng_state")):
-        return False
-    if not set(files) - listed:
-        return True
-    if entry in FOLDERS:
-        named = all(_FILE.fullmatch(name.rpartition("/")[2]) for name in set(files) - listed)
-        return named and (marked or _is_marked(path / entry, entry))
-    if marked:
-        return not listed
-    # Of TorchRL's, which writes these after the folders, and its metadata last.
-    return all((path / part).is_dir() and _is_ours(path, part, set(), False) for part in ("storage", "writer"))
+    return [entry for entry in ENTRIES if os.path.lexists(path / entry) and not is_ours(entry, marked)]
 
 
 def _is_marked(folder: Path, part: str) -> bool:

@@ -140,10 +140,12 @@ def settle(path: Path) -> None:
         differ = sorted(name for name, _ in found.items() ^ listed.items())
         raise ValueError(f"{staged} is damaged: {differ} are not what its {MANIFEST} lists. {ANOTHER}")
     _refuse_foreign(path, in_place=False)
-    for entry in ENTRIES:
-        if (staged / entry).exists() or entry not in manifest["entries"]:
-            _remove(path / entry)
-        if (staged / entry).exists():
+    # Each entry in one step, and the folders last: by them the others are known, should this be interrupted.
+    for entry in reversed(ENTRIES):
+        new = (staged / entry).exists()
+        if (new or entry not in manifest["entries"]) and (path / entry).exists():
+            os.rename(path / entry, staged / f"replaced-{entry}")
+        if new:
             os.rename(staged / entry, path / entry)
     os.replace(staged / MANIFEST, path / MANIFEST)
     shutil.rmtree(staged)
@@ -241,8 +243,10 @@ def _complete(folder: Path, *, in_place: bool) -> None:
 def _refuse_foreign(path: Path, *, in_place: bool) -> None:
     """Refuses to make room for a checkpoint by removing what is none. ``in_place``: the storage stays where it is."""
     _refuse_odd_staging(path)
-    manifests = [_listed(folder) for folder in (path, path / _STAGED) if os.path.lexists(folder / MANIFEST)]
-    foreign = [entry for entry in foreign_in(path, manifests) if not in_place or entry != "storage"]
+    own, staged = _listed(path), _listed(path / _STAGED)
+    listed = (own or set()) | (staged or set())
+    foreign = foreign_in(path, listed, marked=os.path.lexists(path / MANIFEST), complete=own is not None)
+    foreign = [entry for entry in foreign if not in_place or entry != "storage"]
     if foreign:
         raise ValueError(
             f"{path} holds {foreign}, which would be replaced and are not of a checkpoint of torchrl-generational or "

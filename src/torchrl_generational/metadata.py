@@ -39,9 +39,10 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(f"{path} is missing, or a part of it ({error}). {ANOTHER}") from error
+        what = f": {error}" if path.exists() else ""
+        raise FileNotFoundError(f"{path} is missing, or a part of it{what}. {ANOTHER}") from error
     except (PermissionError, MemoryError):
-        raise  # says nothing about the content
+        raise  # which say nothing about the content
     except Exception as error:
         what = str(error).strip() or type(error).__name__
         raise ValueError(f"{path} is damaged: {what}. {ANOTHER}") from error

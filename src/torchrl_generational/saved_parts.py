@@ -64,12 +64,12 @@ def check_tensordict(folder: Path) -> None:
         FileNotFoundError, ValueError: as :func:`check_parts`.
     """
     waiting = [folder]
-    known = {str(cls) for cls in _ACCEPTED_CLASSES}
+    known = [str(cls) for cls in _ACCEPTED_CLASSES]
     while waiting:
         folder = waiting.pop()
         file = folder / "meta.json"
         metadata = read_json(file)
-        kind = field(metadata, file, "_type", "the name of a tensordict class", known.__contains__)
+        kind = field(metadata, file, "_type", "the name of a tensordict class", lambda value: value in known)
         nested = {entry.name: entry for entry in folder.iterdir() if entry.is_dir()}
         waiting += nested.values()
         if kind != str(TensorDict):
@@ -147,10 +147,12 @@ def _check_writer(folder: Path) -> None:
     if metadata.get("generation_shape") is not None:
         entry = {"shape": metadata["generation_shape"], "dtype": metadata.get("generation_dtype")}
         shape, dtype = _shape_and_dtype(entry, "generation", file)
+        if len(shape) != 1 or dtype != torch.int64:
+            raise ValueError(f"{file} is damaged: generations of shape {list(shape)} and {dtype}. {ANOTHER}")
         _check_file(folder / "generation.memmap", shape, dtype)
     if "shape" in metadata:
         shape, dtype = _shape_and_dtype(metadata, "current_top_values", file)
-        if len(shape) != 2 and math.prod(shape):
+        if len(shape) != 2 and _numel(shape):
             raise ValueError(f"{file} is damaged: its 'shape' is {list(shape)} and should be of pairs. {ANOTHER}")
         _check_file(folder / "current_top_values.memmap", shape, dtype)
 
@@ -191,8 +193,8 @@ def _check_tensor(files: dict[str, Path], key: str, entry: dict[str, Any], metad
         shapes = np.fromfile(table, dtype=np.int64).reshape(shape)
         if (shapes < 0).any():
             raise ValueError(f"{table} is damaged: it holds a negative shape. {ANOTHER}")
-        shape = (sum(math.prod(map(int, one)) for one in shapes.reshape(-1, shape[-1] if shape else 1)),)
-    if name in files or math.prod(shape):
+        shape = (sum(_numel(map(int, one)) for one in shapes.reshape(-1, shape[-1] if shape else 1)),)
+    if name in files or _numel(shape):
         _check_file(metadata.parent / name, shape, dtype)
 
 
@@ -203,7 +205,7 @@ def _file_of(key: str, ending: str, names: Iterable[str]) -> str:
 
 
 def _check_file(file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    size = math.prod(shape) * dtype.itemsize
+    size = _numel(shape) * dtype.itemsize
     if file.is_symlink() or not file.is_file():
         if not file.exists() and not size:
             return  # nothing is written for a tensor without elements
@@ -220,12 +222,17 @@ def _shape_and_dtype(entry: Any, key: str, file: Path) -> tuple[tuple[int, ...],
     saved = {key: entry}
     field(saved, file, key, "shape and dtype of a tensor", lambda value: type(value) is dict)
     shape = entry.get("shape")
-    if type(shape) is not list or not all(map(is_count, shape)) or math.prod(shape) >= 2**63:
+    if type(shape) is not list or not all(map(is_count, shape)) or _numel(shape) >= 2**63:
         raise ValueError(f"{file} is damaged: the shape of {key!r} is {shape!r:.80}. {ANOTHER}")
     dtype = entry.get("dtype")
     if type(dtype) is not str or dtype not in _STRDTYPE2DTYPE:
         raise ValueError(f"{file} is damaged: the dtype of {key!r} is {dtype!r:.80}. {ANOTHER}")
     return tuple(shape), _STRDTYPE2DTYPE[dtype]
+
+
+def _numel(shape: Iterable[int]) -> int:
+    """How many elements a tensor of that shape has, however large."""
+    return math.prod(shape)  # type: ignore[arg-type, unused-ignore]  # which is stubbed for literals
 
 
 def _is_whole(value: Any) -> bool:
