@@ -192,8 +192,8 @@ def tree(folder: Path) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ damage
 
-ODD = [None, True, False, -1, 0, 1, 3, 7, 9, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x",
-       "..", "../beside", "/", "../beside/keep.txt", "storage", "torch.float64", "torch.bool", "cuda:7", "nowhere",
+ODD = [None, True, False, -1, 0, 1, 3, 7, 9, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), "",
+       "x", "..", "../beside", "/", "../beside/keep.txt", "storage", "torch.float64", "torch.bool", "cuda:7", "nowhere",
        "<class 'tensordict.tensorclass.NonTensorData'>", "<class 'tensordict._lazy.LazyStackedTensorDict'>",
        "pickle.pkl", "\ud800", [], [0], [8, 8], [-1], [2**40, 2**40], [10**30], [[1]], {}, {"type": "TensorDict"},
        {"shape": [8], "dtype": "torch.int64", "is_nested": True}]  # fmt: skip

@@ -14,9 +14,6 @@ from damage import DAMAGES, MAKE, MANIFESTS, copy_of, damage, everything, source
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-#: Kinds of buffers of which a load that is refused half-way leaves something: to be empty.
-NOT_YET_WHOLE: set[str] = set()
-
 
 @cache
 def saved(kind: str) -> Path:
@@ -40,19 +37,19 @@ def attempt(kind: str, damages: list[dict[str, Any]], manifest: str) -> str:
         damage(folder, beside, damages, manifest)
         rb = target(kind)
         before, around, inside = everything(rb), tree(beside), tree(folder)
+        error = None
         try:
             rb.loads(folder)
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, FileNotFoundError) as refusal:
+            error = refusal
+        if error is not None:
             assert everything(rb) == before, f"changed, though refused: {error!r}"
             assert tree(folder) == inside, f"the directory changed, though refused: {error!r}"
-            came = "refused"
-        else:
-            came = "loaded"
         assert tree(beside) == around
         assert {path.name for path in Path(place).iterdir()} == {"beside", "checkpoint"}
         for member in getattr(rb, "_rbs", [rb]):
             member.shutdown()
-        return came
+        return "loaded" if error is None else "refused"
 
 
 KINDS = st.sampled_from(sorted(MAKE))

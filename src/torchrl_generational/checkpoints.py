@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.checkpointers import H5StorageCheckpointer
 
 from torchrl_generational import manifest
+from torchrl_generational.kept import refuse_lost_in_files, refuse_other_objects
 from torchrl_generational.metadata import read_json, reading
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
@@ -72,6 +73,8 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         if self._storage.lock.is_shared and storage["initialized"]:
             self._storage.check_first_records(storage["_storage"], bool(storage.get(RECORD_OBJECTS)))
         self._check_records(_leaves(storage["_storage"]), storage["_len"])
+        if self._storage.initialized and storage["initialized"]:
+            refuse_other_objects(self._storage._storage, (tuple(key) for key, _ in storage.get(RECORD_OBJECTS, ())))
         self._check_stamps(writer.get("_generation"))
         if isinstance(self._sampler, GenerationalPrioritizedSampler):
             self._check_priorities(TreeState.from_state_dict(sampler))
@@ -118,6 +121,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             # where the storage lies must not change before it is saved
             with manifest.locked_for_writing(path, in_place=in_place), self._exclusive():
                 self._catch_up_here()
+                refuse_lost_in_files(self._storage)
                 with manifest.writing(path, in_place=self._lies_in(path / "storage")) as folder:
                     super().dumps(folder)
 
@@ -190,6 +194,8 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         compressed = bool(getattr(self._storage.checkpointer, "_load_hooks", None))
         if records is not None and not compressed:
             self._check_records(_leaves(records), metadata["len"])
+            if self._storage.initialized:
+                refuse_other_objects(self._storage._storage, (key for key, _ in objects_in(records)))
 
     def _check_records(self, saved: dict[str, torch.Tensor], length: int) -> None:
         storage = self._storage

@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import ReplayBufferEnsemble
 
 from torchrl_generational import manifest
 from torchrl_generational.checkpoints import PREFETCHED
+from torchrl_generational.kept import refuse_lost_in_files
 from torchrl_generational.metadata import read_json, reading
 from torchrl_generational.plain import from_plain, to_plain
 
@@ -74,6 +75,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         with self._still(directory=manifest.locked_for_writing(path, in_place=in_place)):
             for rb in self._rbs:
                 rb._catch_up_here()
+                refuse_lost_in_files(rb.storage)
             with manifest.writing(path, in_place=self._lie_in(path / "storage")) as folder:
                 super().dumps(folder)
 

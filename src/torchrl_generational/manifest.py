@@ -96,9 +96,7 @@ class Found:
             ValueError: if another checkpoint took the place of this one while it was read.
         """
         if not self._locked and _bytes(self._path / MANIFEST) != self._as_read:
-            raise ValueError(
-                f"{self._path} was saved to while it was being loaded, and could not be locked. Try again."
-            )
+            raise ValueError(f"{self._path} was saved to while it was loaded, and could not be locked. Load it again.")
 
 
 @contextlib.contextmanager

@@ -90,6 +90,8 @@ def _check_buffer(storage: Path | None, sampler: Path, writer: Path) -> None:
         _check_trees(sampler)
     elif (sampler / "meta.json").exists():
         check_tensordict(sampler)
+        with reading(sampler):
+            TensorDict.load_memmap(sampler).to_dict()
     _check_writer(writer)
 
 

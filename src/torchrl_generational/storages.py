@@ -34,6 +34,7 @@ from torchrl_generational.incoming import (
     without_handles,
 )
 from torchrl_generational.indexing import as_count, as_rows, rows_written
+from torchrl_generational.kept import refuse_lost_in_files, refuse_lost_in_state, take_objects
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
 from torchrl_generational.sharing import SharableStorage
@@ -283,6 +284,7 @@ class GenerationalStorageMixin(SharableStorage):
 
         Entries that are no tensors, which TorchRL leaves out, are in it too.
         """
+        refuse_lost_in_state(self._storage)
         state: dict[str, Any] = super().state_dict()
         state["_storage"] = unshared(state["_storage"])
         if is_tensor_collection(self._storage):
@@ -303,6 +305,7 @@ class GenerationalStorageMixin(SharableStorage):
 
     def dumps(self, path: str | Path) -> None:
         """Saves the records as TorchRL does, and also a storage without any."""
+        refuse_lost_in_files(self)
         if self.initialized:
             if self._last_cursor is None:  # never written here: the records are in order
                 self._set_last_cursor(torch.tensor([int(self._len_along_dim0) - 1]))
@@ -319,6 +322,7 @@ class GenerationalStorageMixin(SharableStorage):
         else:
             with self._loading_in_place():
                 super().loads(path)
+                take_objects(self._storage, Path(path))
         self._replaced()
 
     def _replaced(self) -> None:
