@@ -24,7 +24,7 @@ from torchrl.data import (
     TensorDictRoundRobinWriter,
 )
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, SliceSampler
-from torchrl.envs.transforms import VecNorm
+from torchrl.envs.transforms import RewardScaling
 
 import torchrl_generational as g
 
@@ -111,7 +111,7 @@ MAKE: dict[str, Callable[[], Any]] = {
     ),
     "plain slices": lambda: td_buffer(SliceSampler(slice_len=2, traj_key="episode", strict_length=False)),
     "without replacement": lambda: td_buffer(SamplerWithoutReplacement()),
-    "transform": lambda: prioritized(CAPACITY, transform=VecNorm(in_keys=["rank"], shared_td=None)),
+    "transform": lambda: prioritized(CAPACITY, transform=RewardScaling(loc=0.0, scale=2.0, in_keys=["rank"])),
     "prefetch": lambda: prioritized(CAPACITY, prefetch=2),
     "pytree": pytree,
     "ensemble": ensemble,

@@ -84,7 +84,14 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         self._refuse_restore()
         if storage is not None:
             self._check_stored_records(storage)
-        saved = read_json(writer / "metadata.json").get("generation_shape")
+        metadata = read_json(writer / "metadata.json")
+        rows = self._storage.slot_generations.num_rows
+        if metadata["cursor"] > rows:
+            raise ValueError(
+                f"The checkpoint's next slot is {metadata['cursor']} but this storage has {rows}. Load it into a "
+                "buffer of the same capacity."
+            )
+        saved = metadata.get("generation_shape")
         self._check_stamps(None if saved is None else torch.empty(saved, dtype=torch.int64, device="meta"))
         if isinstance(self._sampler, GenerationalPrioritizedSampler):
             self._check_priorities(TreeState.from_path(sampler))
