@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Prioritized
 from torchrl_generational import manifest
 from torchrl_generational.folder_lock import refuse_used_folder
 from torchrl_generational.generations import ReadyStamps
+from torchrl_generational.kept import refuse_lost_in_files
 from torchrl_generational.loaded import LoadedRecords, file_of
 from torchrl_generational.max_value import GenerationalTensorDictMaxValueWriter
 from torchrl_generational.plain import to_plain, unshared
@@ -121,9 +122,9 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             return
         state = TreeState.from_state_dict(saved.state) if saved.folder is None else TreeState.from_path(saved.folder)
         capacity = None
-        if self._storage.ndim > 1 and isinstance(sampler, GenerationalPrioritizedSampler):
-            if not getattr(self._storage, "initialized", True):
-                capacity = state.sums.numel()  # saved after its storage had rounded its capacity up to whole rows
+        grows = self._storage.ndim > 1 and isinstance(sampler, GenerationalPrioritizedSampler)
+        if grows and not getattr(self._storage, "initialized", True):
+            capacity = state.sums.numel()  # saved after its storage had rounded its capacity up to whole rows
         state.check(sampler, capacity=capacity)
         plan.install(state.ready(sampler))
 
@@ -169,7 +170,12 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         written after :meth:`dumps`, all handles are stale after loading it.
 
         Args:
-            path: an existing directory, or one to make in an existing directory. One process at a time uses it.
+            path: an existing directory, or one to make in an existing directory. While another thread or process saves
+                to it or loads from it, this waits.
+
+        Raises:
+            ValueError: if the directory holds files or folders of a checkpoint's names that are of none; nothing has
+                changed then.
         """
         self._ready()
         self._refuse_in_own_draw("dumps")
@@ -177,8 +183,11 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         path.mkdir(exist_ok=True)
         with self._futures_lock:
             self.synchronize()
-            with self._exclusive():  # where the storage lies must not change before it is saved
+            in_place = self._lies_in(path / "storage")
+            # where the storage lies must not change before it is saved
+            with manifest.locked_for_writing(path, in_place=in_place), self._exclusive():
                 self._catch_up_here()
+                refuse_lost_in_files(self._storage)
                 in_place = self._lies_in(path / "storage")
                 if in_place:
                     self._refuse_write()
@@ -211,16 +220,15 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         path = Path(path).absolute()
         with self._futures_lock:
             self.synchronize()
-            manifest.settle(path)
-            may_be_newer = manifest.verify(path)
-            with self._exclusive():
+            with manifest.reading(path) as found, self._exclusive():
 
                 def make(plan: Plan) -> None:
                     parts = (Saved(folder=path / part) for part in ("storage", "sampler", "writer"))
-                    self._plan_parts(plan, *parts, may_be_newer=may_be_newer)
+                    self._plan_parts(plan, *parts, may_be_newer=found.records_may_be_newer)
                     Rest.from_path(self, path).plan(plan, self)
+                    found.refuse_change()
                     if self._lies_in(path / "storage"):
-                        manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
+                        found.goes_on_in_place()
 
                 carry_out(make)
 

@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import ReplayBufferEnsemble
 from torchrl_generational import manifest
 from torchrl_generational.checkpoints import CheckedCheckpoints, parts_of_state, plain_state, refuse_no_dict
 from torchrl_generational.folder_lock import refuse_used_folder
+from torchrl_generational.kept import refuse_lost_in_files
 from torchrl_generational.metadata import read_json, reading
 from torchrl_generational.plain import to_plain
 from torchrl_generational.restores import PREFETCHED, Plan, Rest, Saved, carry_out, load_part
@@ -25,6 +26,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
     """``state_dict``, ``dumps`` and their like over all members, checked before the first one changes."""
 
     _rbs: tuple[Any, ...]
+    _ready: Any
 
     _refuse_in_own_draw = CheckedCheckpoints._refuse_in_own_draw
 
@@ -32,8 +34,10 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         """Refuses a process that must not write to one of the members."""
         raise NotImplementedError
 
-    def _still(self, *, errors: bool = True) -> AbstractContextManager[None]:
-        """No work in flight, here and in the members, and all their locks."""
+    def _still(
+        self, *, errors: bool = True, directory: AbstractContextManager[Any] | None = None
+    ) -> AbstractContextManager[Any]:
+        """No work in flight, here and in the members, and all their locks; that of a directory before them."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,9 +87,12 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         self._refuse_in_own_draw("dumps")
         path = Path(path).absolute()
         path.mkdir(exist_ok=True)
-        with self._still():
+        self._ready()
+        in_place = self._lie_in(path / "storage")
+        with self._still(directory=manifest.locked_for_writing(path, in_place=in_place)):
             for rb in self._rbs:
                 rb._catch_up_here()
+                refuse_lost_in_files(rb.storage)
             in_place = self._lie_in(path / "storage")
             if in_place:
                 self._refuse_write()
@@ -104,9 +111,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         self._refuse_write()
         self._refuse_in_own_draw("loads")
         path = Path(path).absolute()
-        with self._still():
-            manifest.settle(path)
-            may_be_newer = manifest.verify(path, members=len(self._rbs))
+        with self._still(directory=manifest.reading(path, members=len(self._rbs))) as found:
             self._check_number(sum(entry.is_dir() for entry in (path / "writer").iterdir()))
 
             def make(plan: Plan) -> None:
@@ -115,7 +120,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
                     parts = [Saved(folder=path / part / str(number)) for part in ("storage", "sampler", "writer")]
                     if number in empty:
                         parts[0] = Saved()
-                    rb._plan_parts(plan, *parts, may_be_newer=may_be_newer)
+                    rb._plan_parts(plan, *parts, may_be_newer=found.records_may_be_newer)
                 for number, transform in enumerate(self._storage._transforms or ()):
                     if transform is not None:
                         file = path / "storage" / f"{number}_transform.pt"
@@ -123,8 +128,9 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
                             state = torch.load(file)
                         load_part(plan, transform, f"transform of member {number}", Saved(state))
                 Rest.from_path(self, path).plan(plan, self)
+                found.refuse_change()
                 if self._lie_in(path / "storage"):
-                    manifest.complete_in_place(path)  # from now on its records may be newer than its stamps
+                    found.goes_on_in_place()
 
             carry_out(make)
 
@@ -134,6 +140,10 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         if not isinstance(empty, list) or any(number not in range(len(self._rbs)) for number in empty):
             raise ValueError(f"{said} has empty_members={empty!r:.80}: it is damaged. Nothing was loaded.")
         return empty
+
+    def _load_prefetch_state(self, path: Path) -> Any:
+        with reading(path / "prefetch.pkl"):
+            return super()._load_prefetch_state(path)
 
     def _lie_in(self, folder: Path) -> bool:
         """Whether the files of members are those of their numbers in ``folder``.

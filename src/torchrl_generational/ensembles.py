@@ -179,8 +179,15 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
         return _Sections(self)
 
     @contextlib.contextmanager
-    def _still(self, *, errors: bool = True) -> Iterator[None]:
-        """No work in flight, here and in the members, and all their locks. ``errors``: of updates submitted here."""
+    def _still(
+        self, *, errors: bool = True, directory: contextlib.AbstractContextManager[Any] | None = None
+    ) -> Iterator[Any]:
+        """No work in flight, here and in the members, and all their locks.
+
+        Args:
+            errors: whether those of updates submitted here are raised.
+            directory: what to enter before the storages' locks; what it gives is handed on.
+        """
         self._ready()
         with deferral, contextlib.ExitStack() as held:
             for buffer in (self, *sorted(self._rbs, key=id)):
@@ -192,8 +199,9 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
                     # whoever submitted to a member gets its errors there
                     wait((*buffer._prefetch_queue, *buffer._pending_update_futures))
                     buffer._drop_failed_batches()
+            found = None if directory is None else held.enter_context(directory)
             held.enter_context(self._locked())
-            yield
+            yield found
 
     # TorchRL's queue of prefetched batches is the same in every buffer
     _drop_prefetched = GenerationalReplayBufferMixin._drop_prefetched

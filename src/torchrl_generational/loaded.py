@@ -20,6 +20,7 @@ from torchrl.data.replay_buffers.storages import LazyMemmapStorage
 from torchrl.data.replay_buffers.utils import Flat2TED
 
 from torchrl_generational.counters import SharedCounter
+from torchrl_generational.kept import refuse_other_objects, take_objects
 from torchrl_generational.metadata import read_json, reading
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in
 from torchrl_generational.restores import Saved, fitting
@@ -104,12 +105,16 @@ class LoadedRecords:
                     f"records would keep those of others. {_LIKE}"
                 )
             return cls._over(storage, saved, length, objects)
-        with _scratch(storage) as discard, stand_in(storage) as twin:
-            with _loading(discard, "The records of the checkpoint"):
-                super(_mixin(), twin).load_state_dict(state)
-                _set_objects(twin._storage, objects)
-                check(storage, twin._storage, length)
-                return cls._first(storage, twin, length, discard)
+        with (
+            _scratch(storage) as discard,
+            stand_in(storage) as twin,
+            _loading(discard, "The records of the checkpoint"),
+        ):
+            of_torchrl: Any = super(_mixin(), twin)
+            of_torchrl.load_state_dict(state)
+            _set_objects(twin._storage, objects)
+            check(storage, twin._storage, length)
+            return cls._first(storage, twin, length, discard)
 
     @classmethod
     def _from_path(cls, storage: GenerationalStorageMixin, folder: Path | None) -> LoadedRecords:
@@ -129,14 +134,14 @@ class LoadedRecords:
                 check(storage, saved, metadata["len"])
                 if storage.initialized:
                     return cls._over(storage, saved, metadata["len"], list(_objects_of(saved)), everything=True)
-        with _scratch(storage) as discard, stand_in(storage) as twin:
-            with _loading(discard, f"{folder}"):
-                twin._checkpointer.loads(twin, folder)
-                length = twin._len
-                check(storage, twin._storage, length)
-                if storage.initialized:
-                    return cls._over(storage, twin._storage, length, [])
-                return cls._first(storage, twin, length, discard)
+        with _scratch(storage) as discard, stand_in(storage) as twin, _loading(discard, f"{folder}"):
+            twin._checkpointer.loads(twin, folder)
+            take_objects(twin._storage, folder)
+            length = twin._len
+            check(storage, twin._storage, length)
+            if storage.initialized:
+                return cls._over(storage, twin._storage, length, list(_objects_of(twin._storage)))
+            return cls._first(storage, twin, length, discard)
 
     @classmethod
     def _none(cls, storage: Any) -> LoadedRecords:
@@ -148,6 +153,7 @@ class LoadedRecords:
         cls, storage: Any, saved: Any, length: int, objects: list[tuple[Any, Any]], everything: bool = False
     ) -> LoadedRecords:
         """Over the records of a storage that has some: in place, where processes and other views of them look."""
+        refuse_other_objects(storage._storage, (key for key, _ in objects))
         own = leaves_of(storage._storage)
         pairs = [(own[name], leaf) for name, leaf in leaves_of(saved, like=storage._storage).items() if name in own]
         pairs = [(held, leaf) for held, leaf in pairs if file_of(held) is None or file_of(held) != file_of(leaf)]
@@ -366,7 +372,8 @@ def stand_in(storage: Any) -> Iterator[Any]:
 def _blank(leaf: torch.Tensor) -> torch.Tensor:
     """Zeros like a tensor, in a file where that is in one: there may not be the memory."""
     if isinstance(leaf, MemoryMappedTensor):
-        return MemoryMappedTensor.zeros(leaf.shape, dtype=leaf.dtype)
+        blank: torch.Tensor = MemoryMappedTensor.zeros(leaf.shape, dtype=leaf.dtype)
+        return blank
     return torch.zeros_like(leaf)
 
 

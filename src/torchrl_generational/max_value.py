@@ -256,7 +256,8 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
         state.plan(plan, self)
         if state.stamps is not None:
             waiting = (state.stamps.clone(), state.origin)
-            plan.install(lambda: vars(self).update(_waiting=waiting))
+            held: Any = vars(self)
+            plan.install(lambda: held.update(_waiting=waiting))
         plan.go()
 
     def __repr__(self) -> str:

@@ -116,8 +116,8 @@ class KernelLock(_ProcessLock):
 
     Example:
         >>> lock = KernelLock()
-        >>> lock.acquire()
-        >>> lock.release()
+        >>> held = lock.acquire()
+        >>> held.release()
     """
 
     def __init__(self, file: int | None = None) -> None:

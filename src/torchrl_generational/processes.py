@@ -160,7 +160,7 @@ class SharedByProcesses(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
 
     def _refuse_write(self) -> None:
         """Refuses a process that must not write, before anything changes: every method that changes something."""
-        lock = getattr(self._storage, "lock", None)
+        lock = getattr(self.__dict__.get("_storage"), "lock", None)  # none with delayed_init
         if lock is not None and lock.elsewhere:
             refuse_write(lock)
 

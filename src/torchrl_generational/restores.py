@@ -21,7 +21,7 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler, SamplerWithou
 from torchrl_generational.metadata import read_json, reading
 from torchrl_generational.plain import from_plain, unshared
 
-__all__ = ["PREFETCHED", "Plan", "QueueMisfit", "Rest", "Saved", "carry_out", "fitting", "load_part"]
+__all__ = ["PREFETCHED", "Plan", "QueueMisfitError", "Rest", "Saved", "carry_out", "fitting", "load_part"]
 
 PREFETCHED = "_generational_prefetched"  # the queue of prefetched batches, which TorchRL keeps as objects
 
@@ -35,7 +35,7 @@ class Saved(NamedTuple):
     folder: Path | None = None
 
 
-class QueueMisfit(ValueError, RuntimeError):
+class QueueMisfitError(ValueError, RuntimeError):
     """A queue of prefetched batches does not fit. TorchRL raises a RuntimeError there, which this is too."""
 
 
@@ -224,7 +224,7 @@ class Rest:
             buffer._validate_prefetch_state(prefetch)
             self.queue = None if prefetch is None else [_done(result) for result in prefetch["queue"]]
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise QueueMisfit(
+            raise QueueMisfitError(
                 f"The prefetched batches of the checkpoint do not fit: {described(error)}. {_LIKE}"
             ) from error
 

@@ -30,6 +30,7 @@ from torchrl_generational.cursors import advanced, is_plain, plain_cursor
 from torchrl_generational.generations import ReadyStamps, SlotGenerations
 from torchrl_generational.incoming import last_of_each, names_rows, refuse_varying_objects, select, without_handles
 from torchrl_generational.indexing import as_count, as_rows, rows_written
+from torchrl_generational.kept import refuse_lost_in_files, refuse_lost_in_state
 from torchrl_generational.loaded import METADATA, NEVER_WRITTEN_MARK, LoadedRecords
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import RECORD_OBJECTS, objects_in, to_plain, unshared
@@ -298,6 +299,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
 
         Entries that are no tensors, which TorchRL leaves out, are in it too.
         """
+        refuse_lost_in_state(self._storage)
         with self._of_one_moment():
             state: dict[str, Any] = super().state_dict()
             state["_storage"] = unshared(state["_storage"])
@@ -315,6 +317,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
 
     def dumps(self, path: str | Path) -> None:
         """Saves the records as TorchRL does, and also a storage without any."""
+        refuse_lost_in_files(self)
         if self.initialized:
             if self._last_cursor is None:  # never written here: the records are in order
                 self._set_last_cursor(torch.tensor([max(int(self._len_along_dim0) - 1, 0)], device="cpu"))
@@ -341,7 +344,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
             plan: of the restore. Lock held until it is carried out.
             loaded: the records.
             stamps: theirs; ``None``: new ones, with which every handle is stale.
-            loader: the buffer that takes over its sampler and writer as well. Others on this storage start theirs again.
+            loader: the buffer that takes over its sampler and writer as well. Others on this storage start again.
 
         Raises:
             ValueError: if this storage has been restored too often.

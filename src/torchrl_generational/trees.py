@@ -288,7 +288,8 @@ def _maximum(saved: Any) -> tuple[float | None, int | None]:
         if (value is None or _is_number(value)) and whole:
             return None if value is None else float(value), None if cell is None else int(cell)
     raise ValueError(
-        f"The checkpoint's sampler has _max_priority={saved!r:.80}, which should be a priority and a slot: it is damaged."
+        f"The checkpoint's sampler has _max_priority={saved!r:.80}, which should be a priority and a slot: it is "
+        "damaged."
     )
 
 
