@@ -291,6 +291,44 @@ def test_the_anchors_of_a_rebuilt_sequence_get_the_largest_error_of_theirs(ndim)
     assert sampler_state(refused) == before
 
 
+# ------------------------------------------------------------------ slices, whose index has a dimension more
+
+
+@pytest.mark.parametrize("form", ["as it is", "dict", "batch size", "rows of four"])
+def test_slices_keep_their_errors_in_every_shape(form):
+    rb = g.GenerationalTensorDictReplayBuffer(
+        storage=g.GenerationalLazyTensorStorage(16),
+        sampler=g.GenerationalPrioritizedSliceSampler(
+            16, alpha=1.0, beta=1.0, eps=0.0, slice_len=4, traj_key="trajectory", strict_length=False
+        ),
+        batch_size=8,
+        generator=torch.Generator().manual_seed(0),
+    )
+    rb.extend(records(16, trajectory=torch.arange(16) // 8))
+    sample = rb.sample()
+    assert sample["index"].shape == (8, 1)
+    sample.set(E, torch.arange(11.0, 19.0))
+    batch = {
+        "as it is": lambda: sample,
+        "dict": sample.to_dict,
+        "batch size": lambda: by_batch_size(sample, []),
+        "rows of four": lambda: by_batch_size(sample.reshape(2, 4), [2]),
+    }[form]()
+    assert rb.update_tensordict_priority_if_present(batch).num_updated == 8
+    last = dict(zip(sample["x"].tolist(), sample[E].tolist(), strict=True))
+    assert leaves(rb).tolist() == [last.get(slot, 1.0) for slot in range(16)]
+    for change in (
+        {E: torch.ones(2)},
+        {"index": sample["index"].reshape(1, 8)},
+        {"index": sample["index"].expand(8, 8)},
+        {"index_generation": sample["index_generation"][:4]},
+    ):
+        before = leaves(rb).tolist()
+        with pytest.raises(ValueError, match=CANNOT_TELL):
+            rb.update_tensordict_priority_if_present({**sample.to_dict(), **change})
+        assert leaves(rb).tolist() == before
+
+
 # ------------------------------------------------------------------ handles in the call itself
 
 

@@ -238,6 +238,26 @@ def test_only_handles_and_priorities_travel(rb):
     assert len(ray.cloudpickle.dumps(rb.client()._sent([small, (small,), {"x": small}]))) < 10_000
 
 
+def test_the_handles_of_a_rebuilt_sample_say_which_error_is_of_which_record(rb):
+    rb.extend(records(SIZE))
+    sample = handles(rb).set("td_error", torch.arange(11.0, 11.0 + SIZE))
+    shorter = sample.reshape(2, SIZE // 2)
+    shorter.batch_size = [2]
+    for caller in (rb, rb.client()):
+        for form in (sample.to_dict(), TensorDict(sample.to_dict()), shorter):
+            caller.update_priority(torch.arange(SIZE), 1.0)
+            assert caller.update_tensordict_priority_if_present(form).num_updated == SIZE
+            assert leaves(rb) == pytest.approx(sample["td_error"].tolist())
+        with pytest.raises(ValueError, match="cannot be told which TD error is of which record"):
+            caller.update_tensordict_priority_if_present(shorter.copy().set("td_error", torch.ones(2)))
+        with pytest.raises(TypeError, match="needs a sample, as a tensordict or a dict"):
+            caller.update_tensordict_priority_if_present([sample])
+        stamps = sample["index_generation"].int()
+        with pytest.raises(TypeError, match="generation must hold integers of dtype int64"):
+            caller.update_priority_if_present(index=sample["index"], generation=stamps, priority=1.0)
+        assert leaves(rb) == pytest.approx(sample["td_error"].tolist())
+
+
 def test_indices_may_be_of_any_form_that_the_buffer_takes(rb):
     rb.extend(records(SIZE))
     sample = handles(rb)

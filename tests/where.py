@@ -143,7 +143,14 @@ ROWS: list[Row] = [
     Row("buffer", "PrioritizedReplayBuffer", "works", "as GenerationalPrioritizedReplayBuffer; handles in the info"),
     Row("buffer", "TensorDictPrioritizedReplayBuffer", "works", "as GenerationalTensorDictPrioritizedReplayBuffer"),
     Row("buffer", "ConditionalUpdateResult", "works", "UpdateResult has all that it has"),
-    Row("buffer", "HERReplayBuffer", "works", "`class Mine(HERReplayBuffer, GenerationalTensorDictReplayBuffer)`"),
+    Row(
+        "buffer",
+        "HERReplayBuffer",
+        "works",
+        "`class Mine(HERReplayBuffer, GenerationalTensorDictReplayBuffer)`: handles and priorities. *Its goals are of "
+        "another episode*, as in TorchRL alone, for rows of an episode that goes on over the end of a full ring "
+        "(`final`, `episode`), and for any row after exactly one turn of the ring since the last sample (not `random`)",
+    ),
     Row(
         "buffer",
         "HERReplayBuffer, behind the mixin",
@@ -282,9 +289,9 @@ ROWS: list[Row] = [
     Row("delivery", "pickle, torch.save, memmap, numpy", "works"),
     Row(
         "delivery",
-        "a cast of the handles to floats",
+        "a cast of the handles to another dtype",
         "refused",
-        "must hold integers, got a tensor of torch.float64. Pass it as the sample carries it",
+        "generation must hold integers of dtype int64, got a tensor of",
     ),
     Row(
         "delivery",

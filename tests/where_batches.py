@@ -603,7 +603,7 @@ COPIES: dict[str, Callable[[TensorDict], TensorDict]] = {
     "consolidated": lambda sample: pickle.loads(pickle.dumps(sample.consolidate())).clone(),
     "lazy": lambda sample: TensorDict.lazy_stack(list(sample.unbind(0))),
     "reordered": lambda sample: torch.cat([sample[3:], sample[:3]]).reshape(2, 3),
-    "int32": lambda sample: sample.apply(lambda leaf: leaf.int() if leaf.dtype == torch.int64 else leaf),
+    "int32 index": lambda sample: sample.set("index", sample["index"].int()),
 }
 
 
@@ -631,7 +631,10 @@ def with_errors(change: Callable[[TensorDict], TensorDict]) -> None:
     rb.update_tensordict_priority_if_present(change(rb.sample()).set("td_error", torch.ones(BATCH)))
 
 
-check("delivery", "a cast of the handles to floats")(lambda: with_errors(lambda sample: sample.to(torch.float64)))
+for dtype in (torch.float64, torch.float32, torch.int32, torch.uint64):
+    check("delivery", "a cast of the handles to another dtype", str(dtype))(
+        lambda dtype=dtype: with_errors(lambda sample: sample.to(dtype))
+    )
 check("delivery", "a sample without its generations")(
     lambda: with_errors(lambda sample: sample.exclude("index_generation"))
 )

@@ -27,6 +27,7 @@ from torchrl.data.replay_buffers.ray_buffer import (
 
 from torchrl_generational.buffers import GenerationalReplayBuffer
 from torchrl_generational.generations import GENERATION_KEY
+from torchrl_generational.matching import as_sample
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.plain import like
 from torchrl_generational.ray_life import ClosedError, Life, WhileOpen, check_open
@@ -263,8 +264,9 @@ class _ConditionalCalls:
                 "The buffer in the actor has no update_tensordict_priority_if_present. Make it with "
                 "replay_buffer_cls=GenerationalTensorDictReplayBuffer or GenerationalTensorDictPrioritizedReplayBuffer."
             )
+        data = as_sample(data, f"{type(self).__name__.lstrip('_')}.update_tensordict_priority_if_present")
         needed = (*_HANDLES, self.priority_key)
-        if is_tensor_collection(data) and all(key in data.keys(True) for key in needed):
+        if all(key in data.keys(True) for key in needed):
             data = data.select(*needed, *_ANCHORS, strict=False)
         return update.remote(self._sent(data))
 
