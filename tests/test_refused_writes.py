@@ -14,6 +14,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection, 
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler
+from torchrl.envs.transforms import Transform
 
 import torchrl_generational as g
 
@@ -547,3 +548,65 @@ def test_consumed_slots_are_kept_for_the_next_write_when_one_is_refused():
             write()
         assert snapshot(rb) == before
         assert str(rb.sampler.state_dict()) == str(consumed)
+
+
+def test_a_transform_of_a_member_runs_once_and_what_it_makes_is_checked_before_any_member_is_written_to():
+    calls = []
+
+    class Dropping(Transform):
+        def _inv_call(self, data):
+            calls.append(len(data))
+            return data.exclude("y") if bool(data["x"].max() > 500) else data
+
+    members = [g.GenerationalTensorDictReplayBuffer(storage=g.GenerationalLazyTensorStorage(4)) for _ in range(2)]
+    members[1].append_transform(Dropping())
+    rb = g.GenerationalReplayBufferEnsemble(*members, batch_size=4, routing_key="to")
+    data = plain(4, to=torch.tensor([0, 0, 1, 1]))
+    rb.extend(data)
+    assert calls == [2]
+    before = [snapshot(member) for member in members]
+    with pytest.raises(ValueError, match="lack the entry 'y'.* Member 1 .*Nothing was written to any member"):
+        rb.extend(data.clone().set("x", data["x"] + 1000))
+    assert [snapshot(member) for member in members] == before
+
+
+def test_first_priorities_that_a_later_member_refuses_write_to_none():
+    members = (
+        g.GenerationalTensorDictReplayBuffer(storage=g.GenerationalLazyTensorStorage(4)),
+        g.GenerationalTensorDictPrioritizedReplayBuffer(alpha=1, beta=1, storage=g.GenerationalLazyTensorStorage(4)),
+    )
+    rb = g.GenerationalReplayBufferEnsemble(*members, batch_size=4, routing_key="to")
+    with pytest.raises(RuntimeError, match="Failed to update priority.*Nothing was written to any member"):
+        rb.extend(plain(4, to=torch.tensor([0, 0, 1, 1]), td_error=torch.ones(4, 2)))
+    assert [len(member) for member in members] == [0, 0]
+
+
+# ---------------------------------------------------------------- indices that are read in more than one way
+
+
+@pytest.mark.parametrize("index", [torch.tensor([1, 0], dtype=torch.uint8), np.array([1, 0], np.uint8)])
+def test_an_index_of_uint8_is_refused(index):
+    rb = prioritized()
+    before = snapshot(rb)
+    for write in (lambda: rb.__setitem__(index, nested(2)), lambda: rb.storage.set(index, nested(2))):
+        with pytest.raises(TypeError, match="uint8, which torch takes for a mask.*Nothing was written"):
+            write()
+        assert snapshot(rb) == before
+
+
+def test_coordinates_that_name_a_cell_twice_are_refused():
+    rb, _, _ = pair("tensordict", ndim=2)
+    before = snapshot(rb)
+    places = (torch.tensor([1, 1, 2]), torch.tensor([0, 0, 2]))
+    with pytest.raises(ValueError, match="names a place more than once.*Nothing was written"):
+        rb[places] = plain(3)
+    assert snapshot(rb) == before
+
+
+def test_a_lazy_stack_whose_items_differ_is_refused_though_each_would_fit():
+    rb, _, _ = pair("tensordict")
+    before = snapshot(rb)
+    items = plain(2)[0], change(plain(2), "broadcast")[1]
+    with pytest.raises(RuntimeError, match="The entry 'y' has shape"):
+        rb.extend(LazyStackedTensorDict(*items))
+    assert snapshot(rb) == before

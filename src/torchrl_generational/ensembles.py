@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from functools import partial
 from multiprocessing.context import get_spawning_popen
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -21,13 +21,12 @@ from torchrl_generational.copies import copied, frozen_ensemble, still, take_mom
 from torchrl_generational.ensemble_checkpoints import EnsembleCheckpoints
 from torchrl_generational.ensemble_draws import Draw, attached, follow_parts, on_first
 from torchrl_generational.ensemble_updates import EnsembleUpdates
-from torchrl_generational.incoming import refuse_layout
 from torchrl_generational.interrupts import deferral
 from torchrl_generational.locks import Interruptible
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.process_locks import renew_in_forked_children
 from torchrl_generational.processes import renew_after_fork
-from torchrl_generational.tensordict_mixin import GenerationalTensorDictReplayBufferMixin
+from torchrl_generational.routed_writes import Routed
 from torchrl_generational.write_access import refuse_left_behind
 
 __all__ = ["GenerationalReplayBufferEnsemble"]
@@ -297,33 +296,15 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
         """
         self._ready()
         if update_priority is None:
-            routed = self._route(data)  # user code, possibly slow: before the locks, as in TorchRL
+            flat, buffer_ids = self._route(data)  # user code, possibly slow: before the locks, as in TorchRL
+            routed = Routed(self._rbs, flat, buffer_ids)
             with self._locked():
-                self._check_rows(*routed)
-                return super().extend(_Routed(*routed))
+                routed.check()
+                return super().extend(routed)
         return super().extend(data, update_priority=update_priority)
 
     def _route(self, data: Any) -> Any:
-        return data if isinstance(data, _Routed) else super()._route(data)
-
-    def _check_rows(self, data: TensorDictBase, buffer_ids: torch.Tensor) -> None:
-        """Refuses what a member would refuse before the first member is written to. All locks held."""
-        for number in sorted(set(buffer_ids.tolist())):
-            rb, rows = self._rbs[number], (buffer_ids == number).nonzero()[:, 0]
-            rb._refuse_write()
-            if rb._transform is not None and len(rb._transform):
-                continue  # what a transform makes of the rows is not known yet
-            try:
-                if isinstance(rb, GenerationalTensorDictReplayBufferMixin):
-                    refuse_layout(rb, data[rows], rb.storage.ndim)
-                    rb._first_priority(data[rows])
-                if rb.storage.ndim == 1 and hasattr(rb.storage, "check"):
-                    rb.storage.check(data[rows], len(rows))
-            except (ValueError, RuntimeError, TypeError) as error:
-                raise type(error)(
-                    f"{error} Member {number} would be given the rows {rows.tolist()} of the batch, in this order. "
-                    "Nothing was written to any member."
-                ) from error
+        return (data, data.buffer_ids) if isinstance(data, Routed) else super()._route(data)
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Empties all members in one section: every handle is stale and prefetched batches are dropped."""
@@ -429,13 +410,6 @@ class _Sections:
     def _leave(self, *exc: object) -> None:
         while self.entered:
             self.entered.pop().__exit__(*exc)
-
-
-class _Routed(NamedTuple):
-    """A flat batch, and the member of each of its rows."""
-
-    data: TensorDictBase
-    buffer_ids: torch.Tensor
 
 
 def _members_of(storages: Any, samplers: Any, writers: Any, collate_fns: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, is_tensor_collection, is_tensorclass
@@ -16,6 +16,7 @@ from torchrl_generational.plain import objects_in
 from torchrl_generational.records import entries_of
 
 __all__ = [
+    "Inverted",
     "last_of_each",
     "names_rows",
     "refuse_layout",
@@ -23,6 +24,12 @@ __all__ = [
     "select",
     "without_handles",
 ]
+
+
+class Inverted(NamedTuple):
+    """Records that have been through the inverse of their buffer's transform."""
+
+    data: Any
 
 
 def names_rows(cursor: Any) -> bool:

@@ -26,6 +26,7 @@ from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.cursors import plain_cursor
 from torchrl_generational.field_updates import FieldUpdates
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
+from torchrl_generational.incoming import Inverted
 from torchrl_generational.indexing import as_rows, cells_in, leading_shape, rows_of, rows_written
 from torchrl_generational.interrupts import run_through
 from torchrl_generational.leaves import forget
@@ -243,6 +244,13 @@ class GenerationalReplayBufferMixin(
             self._check_rounding(leading_shape(data)[: self._storage.ndim - 1])
             self._check_consumed(data, None)
             return super()._add(data)
+
+    def extend(self, data: Any, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Writes records; see TorchRL's ``extend``."""
+        if type(data) is Inverted:
+            return self._extend(data.data)
+        written: torch.Tensor = super().extend(data, update_priority=update_priority)
+        return written
 
     def _extend(self, data: Any, *, update_priority: bool = True) -> torch.Tensor:
         written: torch.Tensor

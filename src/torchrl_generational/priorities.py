@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrl_generational.devices import as_tensor
+
 __all__ = ["as_priority", "just_within", "largest_priority", "match_shape"]
 
 
@@ -113,3 +115,18 @@ def largest_priority(*, alpha: float, eps: float, capacity: int, dtype: torch.dt
 def just_within(most: float, dtype: torch.dtype) -> torch.Tensor:
     """The largest number of ``dtype`` below ``most``, 0-d."""
     return torch.tensor(most, dtype=dtype, device="cpu").nextafter(torch.zeros((), dtype=dtype, device="cpu"))
+
+
+def some_each(priority: Any, shape: torch.Size, name: Any) -> torch.Tensor:
+    """First priorities of records of this shape, of which each may have several.
+
+    Raises:
+        ValueError: if a record has none.
+    """
+    values: torch.Tensor = as_tensor(priority)
+    if values.shape[: len(shape)] != shape or not values.numel():
+        raise ValueError(
+            f"{name!r} has shape {tuple(values.shape)} for records of shape {tuple(shape)}. Nothing was written. "
+            "Pass one priority or more per record, or leave the entry out."
+        )
+    return values

@@ -16,11 +16,12 @@ from torchrl.envs.transforms import Compose
 from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.devices import CPU, as_tensor
 from torchrl_generational.generations import GENERATION_KEY
-from torchrl_generational.incoming import refuse_layout
+from torchrl_generational.incoming import Inverted, refuse_layout
 from torchrl_generational.indexing import as_generation, as_int64, keep_last
 from torchrl_generational.leaves import checked_priority
 from torchrl_generational.matching import as_sample, rows_of_errors
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
+from torchrl_generational.priorities import some_each
 from torchrl_generational.processes import keeps_priorities
 from torchrl_generational.records import attach, entries_of, gathers, select, shallow
 from torchrl_generational.repeats import per_anchor, per_handle
@@ -282,7 +283,8 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         priority = self._first_priority(data)
         keeps = priority is not None and keeps_priorities(self._learners_sampler())
         if keeps:
-            priority = self._one_each(priority, data.batch_size[: self._storage.ndim - 1])
+            shape = data.batch_size[: self._storage.ndim - 1]
+            priority = self._per_record(some_each(priority, shape, self.priority_key), shape.numel())
         with self._exclusive():
             index = self._add(data)
             if index is not None:
@@ -315,27 +317,19 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             return written
         self._ready()
         self._refuse_write()
+        inverted = type(tensordicts) is Inverted
+        if inverted:
+            (tensordicts,) = tensordicts
         if not isinstance(tensordicts, TensorDictBase):
             written = super().extend(tensordicts, update_priority=update_priority)
             return written
-        if self._has_no_transform():
+        if inverted or self._has_no_transform():
             tensordicts = shallow(tensordicts) if type(tensordicts) is TensorDict else tensordicts.copy()
         elif self._transform is not None:
             tensordicts = self._transform.inv(tensordicts)
         if tensordicts is None:
             return torch.zeros((0, self._storage.ndim), dtype=torch.long, device="cpu")
-        refuse_layout(self, tensordicts, self._storage.ndim)
-        priority = None
-        if update_priority is None or update_priority:
-            priority = self._first_priority(tensordicts)
-            records = tensordicts.batch_size[: self._storage.ndim].numel()
-            sampler = self._learners_sampler()
-            if priority is not None and priority.numel() != records and keeps_priorities(sampler):
-                raise RuntimeError(
-                    f"Failed to update priority of extended data: {records} records came with {self.priority_key!r} "
-                    f"of shape {tuple(priority.shape)}. Nothing was written. Pass one priority per record, or set "
-                    "update_priority=False in the extend method and update the priority manually."
-                )
+        priority = self._check_incoming(tensordicts, update_priority is None or update_priority)
         with self._exclusive():
             index: torch.Tensor = self._extend(tensordicts)
             if not self._writer_tells():
@@ -345,6 +339,21 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             elif priority is not None:
                 self.update_priority(index, priority)
         return index
+
+    def _check_incoming(self, data: Any, update_priority: bool = True) -> Any:
+        """First priorities of records, refused if no tree can hold them, or if the samples could not hold handles."""
+        refuse_layout(self, data, self._storage.ndim)
+        if not update_priority:
+            return None
+        priority = self._first_priority(data)
+        records = data.batch_size[: self._storage.ndim].numel()
+        if priority is not None and priority.numel() != records and keeps_priorities(self._learners_sampler()):
+            raise RuntimeError(
+                f"Failed to update priority of extended data: {records} records came with {self.priority_key!r} "
+                f"of shape {tuple(priority.shape)}. Nothing was written. Pass one priority per record, or set "
+                "update_priority=False in the extend method and update the priority manually."
+            )
+        return priority
 
     def _has_no_transform(self) -> bool:
         transform = self._transform
@@ -387,16 +396,6 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         if priority is not None and keeps_priorities(sampler):
             checked_priority(sampler, priority, name=f"entry {key!r}")
         return priority
-
-    def _one_each(self, priority: Any, shape: torch.Size) -> torch.Tensor:
-        """First priorities of records of this shape, flat, of which each may have several; refused if it has none."""
-        priority = as_tensor(priority)
-        if priority.shape[: len(shape)] != shape or not priority.numel():
-            raise ValueError(
-                f"{self.priority_key!r} has shape {tuple(priority.shape)} for records of shape {tuple(shape)}. Nothing "
-                "was written. Pass one priority or more per record, or leave the entry out."
-            )
-        return self._per_record(priority, shape.numel())
 
     def _per_record(self, priority: torch.Tensor, records: int) -> torch.Tensor:
         """First priorities of records, or of the cells of one row: ``[records]``."""
