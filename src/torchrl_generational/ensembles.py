@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 
 from torchrl_generational.buffers import GenerationalReplayBuffer
 from torchrl_generational.carrier import steps_of
+from torchrl_generational.devices import without_default_device
 from torchrl_generational.ensemble_checkpoints import EnsembleCheckpoints
 from torchrl_generational.ensemble_draws import Draw, attached, follow_parts, on_first
 from torchrl_generational.ensemble_updates import EnsembleUpdates
@@ -171,7 +172,7 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
     def _locked(self) -> Iterator[None]:
         """The locks of all members' storages, in an order that is the same for every ensemble in every process."""
         with contextlib.ExitStack() as held:
-            held.enter_context(self._replay_lock)
+            held.enter_context(without_default_device(self._replay_lock))
             for rb in sorted(self._rbs, key=lambda rb: rb._replay_lock.order):
                 held.enter_context(rb._exclusive())
             yield
@@ -214,7 +215,7 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
     @pin_memory_output  # type: ignore[untyped-decorator]
     def _sample(self, batch_size: int) -> tuple[Any, TensorDictBase]:
         drawn = Draw(self._rbs)
-        with self._replay_lock:  # one generator for all members
+        with without_default_device(self._replay_lock):  # one generator for all members
             twin = drawn.sampler(self._sampler)
             found, _ = twin.sample(self._storage, batch_size)
             drawn.keep(twin, self._sampler)

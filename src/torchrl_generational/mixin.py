@@ -23,6 +23,7 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl_generational.carrier import follow, steps_of
 from torchrl_generational.checkpoints import CheckedCheckpoints
 from torchrl_generational.conditional import ConditionalUpdates
+from torchrl_generational.devices import has_default_device, without_default_device
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.indexing import as_rows, cells_in, leading_shape, rows_of, rows_written
 from torchrl_generational.leaves import forget
@@ -128,7 +129,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
         """Holds the storage's lock. Traced code cannot: its graph ends here, or with ``compilable`` holds nothing."""
         if is_traced() and self._storage._compilable:
             return contextlib.nullcontext()
-        return _Section(self)
+        return without_default_device(_Section(self)) if has_default_device() else _Section(self)
 
     def _stays_out_of_graphs(self) -> bool:
         """Whether a method that ``torch.compile`` is about to trace has to be called :func:`untraced` instead."""
