@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.arrays import array_of, index_array
+from torchrl_generational.devices import without_default_device
 from torchrl_generational.indexing import as_generation, as_int64, normalise_handles, repeats_from
 from torchrl_generational.leaves import checked_array, checked_priority, store_arrays
 from torchrl_generational.priorities import match_shape
@@ -293,14 +294,15 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         if isinstance(version, torch.Tensor) and version.shape == shape:
             version = version[first] if first is not None else version
             version = version.reshape(-1) if shape else version
-        outcome = super().update_if_present(
-            index=index,
-            generation=flat_generation,
-            patch=patch,
-            version_key=version_key,
-            version=version,
-            require_newer=require_newer,
-        )
+        with without_default_device():
+            outcome = super().update_if_present(
+                index=index,
+                generation=flat_generation,
+                patch=patch,
+                version_key=version_key,
+                version=version,
+                require_newer=require_newer,
+            )
 
         def in_shape(mask: torch.Tensor | None) -> torch.Tensor | None:
             if mask is None:

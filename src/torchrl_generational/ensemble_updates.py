@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers.utils import _reduce
 
 from torchrl_generational.arrays import index_array
 from torchrl_generational.conditional import PRIORITY
-from torchrl_generational.devices import as_tensor
+from torchrl_generational.devices import as_tensor, without_default_device
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import as_generation, as_int64, normalise_handles, repeats_from
 from torchrl_generational.leaves import checked_array, checked_priority
@@ -328,7 +328,8 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
             for number in set(owners.reshape(-1).tolist()):
                 self._rbs[number]._refuse_write()
             index = TensorDict({"index": places, "buffer_ids": owners}, owners.shape)
-        outcome = super().update_if_present(index=index, generation=generation, patch=patch, **comparison)
+        with without_default_device():
+            outcome = super().update_if_present(index=index, generation=generation, patch=patch, **comparison)
 
         def in_shape(mask: Any) -> Any:
             return None if mask is None else mask.reshape(*mask.shape, *(1,) * (len(shape) - mask.ndim)).expand(shape)

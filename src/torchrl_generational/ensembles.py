@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl_generational.buffers import GenerationalReplayBuffer
 from torchrl_generational.carrier import steps_of
 from torchrl_generational.copies import copied, frozen_ensemble, still, take_moment
+from torchrl_generational.devices import has_default_device, without_default_device
 from torchrl_generational.ensemble_checkpoints import EnsembleCheckpoints
 from torchrl_generational.ensemble_draws import Draw, attached, follow_parts, on_first
 from torchrl_generational.ensemble_updates import EnsembleUpdates
@@ -175,7 +176,7 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
 
     def _locked(self) -> Any:
         """The locks of all members' storages, in an order that is the same for every ensemble in every process."""
-        return _Sections(self)
+        return without_default_device(_Sections(self)) if has_default_device() else _Sections(self)
 
     @contextlib.contextmanager
     def _still(
@@ -231,7 +232,7 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
     @pin_memory_output  # type: ignore[untyped-decorator]
     def _sample(self, batch_size: int) -> tuple[Any, TensorDictBase]:
         drawn = Draw(self._rbs)
-        with self._replay_lock:  # one generator for all members
+        with without_default_device(self._replay_lock):  # one generator for all members
             twin = drawn.sampler(self._sampler)
             found, _ = twin.sample(self._storage, batch_size)
             drawn.keep(twin, self._sampler)

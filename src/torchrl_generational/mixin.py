@@ -24,6 +24,7 @@ from torchrl_generational.carrier import follow, steps_of
 from torchrl_generational.checkpoints import CheckedCheckpoints
 from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.cursors import plain_cursor
+from torchrl_generational.devices import has_default_device, without_default_device
 from torchrl_generational.field_updates import FieldUpdates
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.incoming import Inverted
@@ -136,7 +137,7 @@ class GenerationalReplayBufferMixin(
         """Holds the storage's lock. Traced code cannot: its graph ends here, or with ``compilable`` holds nothing."""
         if is_traced() and self._storage._compilable:
             return contextlib.nullcontext()
-        return Section(self)
+        return without_default_device(Section(self)) if has_default_device() else Section(self)
 
     def _stays_out_of_graphs(self) -> bool:
         """Whether a method that ``torch.compile`` is about to trace has to be called :func:`untraced` instead."""

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers.storages import LazyMemmapStorage, TensorStorage
 
 from torchrl_generational.counters import SharedCounter
+from torchrl_generational.devices import without_default_device
 from torchrl_generational.folder_lock import FolderLock, refuse_used_folder
 from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.locks import StorageLock
@@ -67,7 +68,8 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._maker = os.getpid()
-        super().__init__(*args, **kwargs)
+        with without_default_device():
+            super().__init__(*args, **kwargs)
         self._own_counters()
         folder = self._folder_asked_for()
         if folder is not None and self._folder_lock is None:
