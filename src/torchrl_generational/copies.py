@@ -109,6 +109,6 @@ def check_moment(storage: Any, moment: int | None) -> None:
 
 _CHANGED = (
     "The buffer was written to by another thread or process while it was being pickled, so that records, priorities "
-    "and cursor would not be of one moment. Nothing was changed. Use copy.deepcopy(buffer), state_dict() or dumps(), which "
-    "hold its locks, and pickle what copy.deepcopy returns."
+    "and cursor would not be of one moment. Nothing was changed. Use copy.deepcopy(buffer), state_dict() or dumps(), "
+    "which hold its locks, and pickle what copy.deepcopy returns."
 )
