@@ -21,21 +21,29 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler, SamplerWithou
 from torchrl_generational.metadata import read_json, reading
 from torchrl_generational.plain import from_plain, unshared
 
-__all__ = ["PREFETCHED", "Plan", "QueueMisfit", "Rest", "Saved", "carry_out", "fitting", "load_part"]
+__all__ = ["PREFETCHED", "Plan", "QueueMisfitError", "Rest", "Saved", "carry_out", "fitting", "load_part"]
 
 PREFETCHED = "_generational_prefetched"  # the queue of prefetched batches, which TorchRL keeps as objects
 
 _LIKE = "Nothing was loaded. Load it into a buffer like the one that it was saved from."
 
 
+_NOT_GIVEN = object()
+
+
 class Saved(NamedTuple):
     """Where the state of a part comes from: what its ``state_dict`` gave, or the folder that its ``dumps`` wrote."""
 
-    state: Any = None
+    state: Any = _NOT_GIVEN
     folder: Path | None = None
 
+    @property
+    def nothing(self) -> bool:
+        """Whether there is none: a member of an ensemble that had no records."""
+        return self.folder is None and self.state is _NOT_GIVEN
 
-class QueueMisfit(ValueError, RuntimeError):
+
+class QueueMisfitError(ValueError, RuntimeError):
     """A queue of prefetched batches does not fit. TorchRL raises a RuntimeError there, which this is too."""
 
 
@@ -224,7 +232,7 @@ class Rest:
             buffer._validate_prefetch_state(prefetch)
             self.queue = None if prefetch is None else [_done(result) for result in prefetch["queue"]]
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise QueueMisfit(
+            raise QueueMisfitError(
                 f"The prefetched batches of the checkpoint do not fit: {described(error)}. {_LIKE}"
             ) from error
 

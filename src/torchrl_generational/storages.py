@@ -322,7 +322,7 @@ class GenerationalStorageMixin(SharableStorage):
             plan: of the restore. Lock held until it is carried out.
             loaded: the records.
             stamps: theirs; ``None``: new ones, with which every handle is stale.
-            loader: the buffer that takes over its sampler and writer as well. Others on this storage start theirs again.
+            loader: the buffer that takes over its sampler and writer as well. Others on this storage start again.
 
         Raises:
             ValueError: if this storage has been restored too often.
