@@ -1,7 +1,8 @@
-"""A restore takes over everything or nothing: whatever is wrong with what is loaded, and wherever something is raised."""
+"""A restore takes over everything or nothing, whatever is wrong with it and wherever something is raised."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
@@ -186,7 +187,7 @@ def target(kind: str, *, fresh: bool) -> Any:
     return rb
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stamps.secrets, "randbelow", lambda _: 41)
     monkeypatch.setattr(stamps.secrets, "randbits", lambda _: 7)
@@ -219,6 +220,7 @@ def every_line(kind: str, how: str, fresh: bool, path: Any, *, step: int, error:
 left_open = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.mark.usefixtures("_same_steps")
 @left_open
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("how", WAYS)
@@ -231,6 +233,7 @@ def test_an_interrupt_in_a_restore_of_any_kind_of_buffer_leaves_the_old_state_or
     every_line(kind, how, fresh, tmp_path, step=3)
 
 
+@pytest.mark.usefixtures("_same_steps")
 @left_open
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -239,9 +242,10 @@ def test_an_interrupt_or_a_lack_of_memory_in_a_restore_leaves_the_old_state_or_t
     every_line(kind, how, False, tmp_path, step=61, error=MemoryError)
 
 
-def test_an_interrupt_at_any_line_of_a_restore_leaves_the_old_state_or_the_new_one(tmp_path):
+@pytest.mark.usefixtures("_same_steps")
+def test_an_interrupt_at_lines_all_over_a_restore_leaves_the_old_state_or_the_new_one(tmp_path):
     """C39, C41."""
-    every_line("memory", "state_dict", False, tmp_path, step=1)
+    every_line("memory", "state_dict", False, tmp_path, step=4)
 
 
 # ------------------------------------------------------------------ what does not fit
@@ -265,7 +269,7 @@ OTHERS = {
     "another transform": ("larger transform", "transform", "transform of the checkpoint"),
     "no transform": ("random", "transform", "transform of the checkpoint"),
     "a buffer into an ensemble": ("memory", "ensemble", "not that of an ensemble|holds 0 members|missing|members"),
-    "an ensemble into a buffer": ("ensemble", "memory", "storage's state should have|missing"),
+    "an ensemble into a buffer": ("ensemble", "memory", "writer's state is not that of"),
     "prefetched batches": ("prefetch", "memory", "prefetched batches of the checkpoint do not fit"),
 }
 KINDS_BESIDE = {
@@ -330,14 +334,14 @@ def test_whatever_is_missing_or_of_another_type_in_a_state_is_a_value_error_or_l
     before = whole_state(rb)
     for path in paths(state):
         for value in (..., None, "text", -1, 0.5, {}, torch.zeros(3), torch.full((8,), float("nan")), object()):
-            try:
+            with contextlib.suppress(ValueError):
+                outcome = "refused"
                 rb.load_state_dict(changed(state, path, value))
-            except ValueError as error:
+                outcome = "loaded"
+            outcomes.add(outcome)
+            if outcome == "refused":
                 assert whole_state(rb) == before, (path, value)
-                assert len(str(error)) > 30, (path, value)
-                outcomes.add("refused")
             else:
-                outcomes.add("loaded")
                 assert len(rb) == len(source), (path, value)
                 rb = target(kind, fresh=False)
                 before = whole_state(rb)
@@ -368,7 +372,7 @@ def test_records_of_another_dtype_in_a_pytree_are_refused(tmp_path):
     source.extend((torch.rand(4), {"k": torch.arange(4)}))
     rb.extend((torch.arange(4), {"k": torch.arange(4)}))
     source.dumps(tmp_path)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="'0' of dtype torch.float32 but this storage has dtype torch.int64"):
         rb.loads(tmp_path)
     assert rb.storage._storage[0].tolist() == [0, 1, 2, 3]
 
@@ -424,6 +428,7 @@ def test_incarnations_last_for_as_many_restores_as_the_documentation_says():
     assert "65,533" in g.SlotGenerations.__doc__
 
 
+@pytest.mark.usefixtures("_same_steps")
 @pytest.mark.parametrize("kind", ["memory", "memmap", "shared", "best records", "ensemble"])
 @pytest.mark.parametrize("how", WAYS)
 def test_a_restore_takes_one_incarnation(kind, how, tmp_path):
@@ -437,6 +442,20 @@ def test_a_restore_takes_one_incarnation(kind, how, tmp_path):
         assert [member.storage.slot_generations.incarnation - b for member, b in zip(members, before, strict=True)] == [
             42
         ] * len(members)
+
+
+def test_a_storage_that_was_restored_too_often_is_not_exchanged():
+    """C42."""
+    rb = filled(8)
+    handles = rb.sample().set("td_error", torch.full((8,), 9.0))
+    before = rb.storage
+    before.slot_generations._state[-1] = stamps._LAST_INCARNATION << stamps.COUNT_BITS
+    new = g.GenerationalLazyTensorStorage(8)
+    with pytest.raises(OverflowError, match="no later incarnation fits"):
+        rb.set_storage(new)
+    assert rb.storage is before
+    assert new.generations.tolist() == [-1] * 8
+    assert rb.update_tensordict_priority_if_present(handles).num_updated == 8
 
 
 @pytest.mark.parametrize("end", ["live", "saved"])
@@ -641,13 +660,12 @@ def test_after_a_restore_the_same_seed_gives_the_same_draws(sampler, writer, wri
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("in_ensemble", [False, True])
-def test_a_state_with_torchrls_own_priorities_is_read_by_a_safe_load(dtype, in_ensemble):
+def test_a_state_with_torchrls_own_priorities_is_read_by_a_safe_load(in_ensemble):
     """C68."""
 
     def make() -> Any:
-        rb = plain(PrioritizedSampler(8, 0.7, 0.5, dtype=dtype))
+        rb = plain(PrioritizedSampler(8, 0.7, 0.5))
         return g.GenerationalReplayBufferEnsemble(rb, prioritized(8), batch_size=8) if in_ensemble else rb
 
     source, rb = make(), make()

@@ -103,7 +103,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         else:
             state.plan(plan, self._writer)
         if loaded is None:
-            if storage == Saved():
+            if storage.nothing:
                 plan.install(held._empty)
             else:
                 load_part(plan, held, "storage", storage)
@@ -121,11 +121,10 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             load_part(plan, sampler, "sampler", saved)
             return
         state = TreeState.from_state_dict(saved.state) if saved.folder is None else TreeState.from_path(saved.folder)
-        capacity = None
-        grows = self._storage.ndim > 1 and isinstance(sampler, GenerationalPrioritizedSampler)
-        if grows and not getattr(self._storage, "initialized", True):
-            capacity = state.sums.numel()  # saved after its storage had rounded its capacity up to whole rows
-        state.check(sampler, capacity=capacity)
+        grows = isinstance(sampler, GenerationalPrioritizedSampler) and self._storage.ndim > 1
+        # it may have been saved after its storage had rounded its capacity up to whole rows
+        rounded = grows and not getattr(self._storage, "initialized", True)
+        state.check(sampler, capacity=state.sums.numel() if rounded else None)
         plan.install(state.ready(sampler))
 
     def _go_on(self, stamps: ReadyStamps | None, newest: int | None) -> None:

@@ -127,8 +127,15 @@ class SlotGenerations(WrittenStamps):
         """
         self._state[-1] = self._later(after) << COUNT_BITS
 
+    def check_later(self, after: int = 0) -> None:
+        """Refuses what needs an incarnation later than this one and than ``after``, where there is none. O(1).
+
+        Raises:
+            OverflowError: when no later incarnation fits into a stamp, whatever the step.
+        """
+        self._later(after)
+
     def _later(self, after: int = 0) -> int:
-        """An incarnation later than this one and than ``after``, by a random step."""
         latest = max(self.incarnation, after)
         if latest > _LAST_INCARNATION - _LONGEST_STEP:
             raise OverflowError(

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import LazyStackedTensorDict, MemoryMappedTensor, NonTensorData, NonTensorStack, TensorDict
 from tensordict import is_tensor_collection as is_collection
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_map
 from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
 from torchrl.data.replay_buffers.storages import LazyMemmapStorage
-from torchrl.data.replay_buffers.utils import Flat2TED
+from torchrl.data.replay_buffers.utils import SINGLE_TENSOR_BUFFER_NAME, Flat2TED
 
 from torchrl_generational.counters import SharedCounter
 from torchrl_generational.kept import refuse_other_objects, take_objects
@@ -77,7 +77,9 @@ class LoadedRecords:
             FileNotFoundError: if a file is missing.
             ValueError: if it does not fit, or is damaged.
         """
-        return cls._from_path(storage, saved.folder) if saved.state is None else cls._from_state(storage, saved.state)
+        if saved.nothing:
+            return cls._none(storage)
+        return cls._from_state(storage, saved.state) if saved.folder is None else cls._from_path(storage, saved.folder)
 
     @classmethod
     def _from_state(cls, storage: GenerationalStorageMixin, state: Any) -> LoadedRecords:
@@ -105,11 +107,8 @@ class LoadedRecords:
                     f"records would keep those of others. {_LIKE}"
                 )
             return cls._over(storage, saved, length, objects)
-        with (
-            _scratch(storage) as discard,
-            stand_in(storage) as twin,
-            _loading(discard, "The records of the checkpoint"),
-        ):
+        what = "What the checkpoint has as records"
+        with _scratch(storage) as discard, stand_in(storage) as twin, _loading(discard, what):
             of_torchrl: Any = super(_mixin(), twin)
             of_torchrl.load_state_dict(state)
             _set_objects(twin._storage, objects)
@@ -117,9 +116,7 @@ class LoadedRecords:
             return cls._first(storage, twin, length, discard)
 
     @classmethod
-    def _from_path(cls, storage: GenerationalStorageMixin, folder: Path | None) -> LoadedRecords:
-        if folder is None:
-            return cls._none(storage)
+    def _from_path(cls, storage: GenerationalStorageMixin, folder: Path) -> LoadedRecords:
         checkpointer = storage.checkpointer
         plain = type(checkpointer) is TensorStorageCheckpointer and not checkpointer._load_hooks
         file = folder / METADATA
@@ -134,6 +131,8 @@ class LoadedRecords:
                 check(storage, saved, metadata["len"])
                 if storage.initialized:
                     return cls._over(storage, saved, metadata["len"], list(_objects_of(saved)), everything=True)
+            if plain and storage.initialized:
+                _check_pytree(storage, metadata)
         with _scratch(storage) as discard, stand_in(storage) as twin, _loading(discard, f"{folder}"):
             twin._checkpointer.loads(twin, folder)
             take_objects(twin._storage, folder)
@@ -217,23 +216,12 @@ def check(storage: Any, saved: Any, length: int) -> None:
     extra = found.keys() - own.keys() if own else set()
     if own and (own.keys() - found.keys() or extra):
         raise ValueError(
-            f"The checkpoint holds the entries {sorted(found)} but this storage {sorted(own)}. Load it into a "
-            "buffer like the one that it was saved from."
+            f"The checkpoint holds the entries {sorted(found)} but this storage {sorted(own)}. Nothing was loaded. "
+            "Load it into a buffer like the one that it was saved from."
         )
     for name, leaf in found.items():
-        for what, theirs, ours in (
-            ()
-            if name not in own
-            else (
-                ("shape", tuple(leaf.shape), tuple(own[name].shape)),
-                ("dtype", leaf.dtype, own[name].dtype),
-            )
-        ):
-            if theirs != ours:
-                raise ValueError(
-                    f"The checkpoint holds {name!r} of {what} {theirs} but this storage has {what} {ours}. "
-                    "Load it into a buffer like the one that it was saved from."
-                )
+        if name in own:
+            _refuse_unlike(name, leaf.shape, leaf.dtype, own[name])
         if not own:
             # a storage without data rounds its capacity up to whole rows
             cells, row = math.prod(leaf.shape[: storage.ndim]), math.prod(leaf.shape[1 : storage.ndim])
@@ -248,6 +236,32 @@ def check(storage: Any, saved: Any, length: int) -> None:
             f"The checkpoint holds {length} records but this storage has room for {room}. Load it into a buffer of "
             "the same capacity."
         )
+
+
+def _refuse_unlike(name: str, shape: Any, dtype: Any, own: torch.Tensor) -> None:
+    for what, theirs, ours in (("shape", tuple(shape), tuple(own.shape)), ("dtype", dtype, own.dtype)):
+        if str(theirs) != str(ours):
+            raise ValueError(
+                f"The checkpoint holds {name!r} of {what} {theirs} but this storage has {what} {ours}. Nothing was "
+                "loaded. Load it into a buffer like the one that it was saved from."
+            )
+
+
+def _check_pytree(storage: Any, metadata: dict[str, Any]) -> None:
+    """Refuses what TorchRL would cast or broadcast: the leaves of a pytree, or a tensor."""
+    own = leaves_of(storage._storage)
+    with fitting("What the checkpoint says of its records"):
+        saved = {
+            name if name != SINGLE_TENSOR_BUFFER_NAME else "data": (said["shape"], said["dtype"])
+            for name, said in metadata["metadata"].items()
+        }
+    if saved.keys() != own.keys():
+        raise ValueError(
+            f"The checkpoint holds the entries {sorted(saved)} but this storage {sorted(own)}. Nothing was loaded. "
+            "Load it into a buffer like the one that it was saved from."
+        )
+    for name, (shape, dtype) in saved.items():
+        _refuse_unlike(name, shape, dtype, own[name])
 
 
 def _records_in(saved: Any, storage: Any) -> Any:
@@ -300,7 +314,7 @@ def leaves_of(data: Any, *, like: Any = None) -> dict[str, torch.Tensor]:
         else:
             for where, leaf in tree_flatten_with_path(data)[0]:
                 if isinstance(leaf, torch.Tensor):
-                    found[keystr(where)] = leaf
+                    found[".".join(str(getattr(step, "idx", getattr(step, "key", step))) for step in where)] = leaf
 
     visit(data, like, ())
     return found
@@ -396,10 +410,7 @@ def _turning(hook: Any) -> Callable[..., Any]:
             for name, leaf in leaves_of(data).items():
                 held = own.get(name, own.get(f"next.{name}"))
                 if held is not None and held.dtype != leaf.dtype:
-                    raise ValueError(
-                        f"The checkpoint holds {name!r} of dtype {leaf.dtype} but this storage has dtype "
-                        f"{held.dtype}. Load it into a buffer like the one that it was saved from."
-                    )
+                    _refuse_unlike(name, (), leaf.dtype, held.new_empty(()))
         return hook(data, out=out)
 
     return turn

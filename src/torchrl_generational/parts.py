@@ -170,6 +170,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         Raises:
             TypeError: if it cannot carry generations.
             ValueError: if it is larger than the sampler.
+            OverflowError: if one of the two storages has been restored too often.
             RuntimeError: if processes share this buffer.
         """
         self._ready()
@@ -180,6 +181,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             with self._exclusive():
                 self._check_parts(storage, self._sampler, self._writer)
                 previous: Storage = self._storage
+                storage.slot_generations.check_later(previous.slot_generations.incarnation)
                 if not storage._attached_entities:
                     storage.lock = previous.lock  # threads that wait for it now find the new storage behind it
                 with storage.lock:

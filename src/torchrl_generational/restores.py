@@ -28,11 +28,19 @@ PREFETCHED = "_generational_prefetched"  # the queue of prefetched batches, whic
 _LIKE = "Nothing was loaded. Load it into a buffer like the one that it was saved from."
 
 
+_NOT_GIVEN = object()
+
+
 class Saved(NamedTuple):
     """Where the state of a part comes from: what its ``state_dict`` gave, or the folder that its ``dumps`` wrote."""
 
-    state: Any = None
+    state: Any = _NOT_GIVEN
     folder: Path | None = None
+
+    @property
+    def nothing(self) -> bool:
+        """Whether there is none: a member of an ensemble that had no records."""
+        return self.folder is None and self.state is _NOT_GIVEN
 
 
 class QueueMisfitError(ValueError, RuntimeError):

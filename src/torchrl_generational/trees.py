@@ -287,10 +287,7 @@ def _maximum(saved: Any) -> tuple[float | None, int | None]:
         whole = cell is None or (_is_number(cell) and float(cell).is_integer())
         if (value is None or _is_number(value)) and whole:
             return None if value is None else float(value), None if cell is None else int(cell)
-    raise ValueError(
-        f"The checkpoint's sampler has _max_priority={saved!r:.80}, which should be a priority and a slot: it is "
-        "damaged."
-    )
+    raise ValueError(f"The checkpoint's sampler has _max_priority={saved!r:.80}, no priority and slot: it is damaged.")
 
 
 def _is_number(value: Any) -> bool:
