@@ -256,6 +256,17 @@ def test_trajectories_take_their_errors_in_every_shape():
         assert [held[slot] for slot in expected] == pytest.approx(list(expected.values()))
 
 
+@pytest.mark.parametrize("reduction", ["max", "sum", "mean"])
+def test_the_parts_of_a_trajectory_in_several_rows_are_reduced_together(reduction):
+    sample = grid((4,), (6,), batch_size=4).sample()
+    errors = torch.arange(1.0, 25.0).reshape(4, 6)
+    sample = by_batch_size(sample[:1].set(E, errors[:1]).reshape(3, 2), [3])
+    rb = grid((4,), (6,), reduction=reduction, batch_size=4)
+    rb.update_tensordict_priority_if_present(sample)
+    slot = sample["index"][0, 0].item()
+    assert leaves(rb)[slot].item() == pytest.approx(_reduce(errors[0], reduction, dim=0).item())
+
+
 def test_an_error_per_step_of_many_trajectories_is_refused():
     rb = grid((8,), (3,))
     steps_first = by_batch_size(rb.sample().permute(1, 0), [3]).set(E, torch.rand(3))

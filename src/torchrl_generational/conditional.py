@@ -105,9 +105,10 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         # the index space of a storage never changes once it is written
         inner = int(getattr(storage, "record_ndim", 0))
         handles = normalise_handles(index, generation, storage.generations.shape, device, inner=inner)
-        shape = handles.shape
-        pairs = handles.generation.reshape(shape), handles.cells.reshape(shape)
-        values = match_shape(values, shape, lambda dim: repeats_from(pairs, dim, inner))
+        shape, parts = handles.shape, (handles.generation, handles.cells)
+        values = match_shape(
+            values, shape, lambda dim: repeats_from([part.reshape(shape) for part in parts], dim, inner)
+        )
         with self._exclusive():
             if storage is not self._storage or sampler is not self._priority_sampler("update_priority_if_present"):
                 # exchanged since they were looked up: begin again
