@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.checkpointers import H5StorageCheckpointer
 
 from torchrl_generational import manifest
+from torchrl_generational.modes import as_normal
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.trees import TreeState
@@ -163,7 +164,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             self._follower.has_seen_all(storage)
         rows = int(storage._len_along_dim0 or 0) if storage.initialized else 0
         if rows and hasattr(self._writer, "_cursor"):
-            storage._set_last_cursor(torch.tensor([(self._writer._cursor - 1) % rows], device="cpu"))
+            storage._set_last_cursor(as_normal(torch.tensor([(self._writer._cursor - 1) % rows], device="cpu")))
 
     def _check_stored_records(self, folder: Path) -> None:
         if not (folder / "storage_metadata.json").exists():

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers.storages import LazyMemmapStorage, TensorStorage
 
 from torchrl_generational.counters import SharedCounter
-from torchrl_generational.devices import without_default_device
 from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.locks import StorageLock
 from torchrl_generational.plain import objects_in
@@ -60,8 +59,7 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._maker = os.getpid()
-        with without_default_device():
-            super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs)
         self._own_counters()
 
     def _own_counters(self) -> None:
@@ -107,7 +105,8 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
 
     @_last_cursor.setter
     def _last_cursor(self, cursor: Any) -> None:
-        self.__dict__["_last_cursor"] = cursor
+        if self._compilable:
+            self.__dict__["_last_cursor"] = cursor
 
     # ---------------------------------------------------------------- sharing
 

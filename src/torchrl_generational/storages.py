@@ -35,6 +35,7 @@ from torchrl_generational.incoming import (
 )
 from torchrl_generational.indexing import as_count, as_rows, rows_written
 from torchrl_generational.locks import StorageLock
+from torchrl_generational.modes import as_normal, kept, making_what_is_kept
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in, to_plain, unshared
 from torchrl_generational.sharing import SharableStorage
 from torchrl_generational.tracing import is_traced
@@ -60,12 +61,14 @@ class GenerationalStorageMixin(SharableStorage):
     _loading: Any = None  # the buffer that is loading this storage and will load its sampler; guarded by lock
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with making_what_is_kept():
+            super().__init__(*args, **kwargs)
         self.lock = StorageLock()
         # Rows of an n-D storage are known only after its first write, and never more than max_size.
         rows = self._num_rows() if self.initialized else self.max_size
         self._generations = SlotGenerations(rows, device=self._stamp_device())
         if self.initialized:  # built around existing records
+            self._storage = kept(self._storage)
             self._generations.mark_written(rows)
 
     @property
@@ -160,10 +163,11 @@ class GenerationalStorageMixin(SharableStorage):
         try:
             self._generations.begin(rows)
             if pairs is None:
-                super().set(cursor, data, set_cursor=set_cursor)
+                with making_what_is_kept():
+                    super().set(as_normal(cursor), data, set_cursor=set_cursor)
             else:
                 if set_cursor:
-                    self._set_last_cursor(cursor)
+                    self._set_last_cursor(as_normal(cursor) if self._compilable else cursor)
                 records.copy(pairs, written)
                 self._bump_mutation_revision()
             if set_cursor:
@@ -214,7 +218,8 @@ class GenerationalStorageMixin(SharableStorage):
     def _apply_conditional_patch(self, index: torch.Tensor, patch: Any) -> None:
         rows = index[:, 0] if index.ndim > 1 else index
         self._generations.mark(rows)
-        super()._apply_conditional_patch(index, patch)
+        with torch.no_grad():
+            super()._apply_conditional_patch(index, patch)
         self._generations.complete(rows)
 
     def abandon(self, rows: int | slice | torch.Tensor) -> None:
@@ -263,7 +268,7 @@ class GenerationalStorageMixin(SharableStorage):
     def __getstate__(self) -> dict[str, Any]:
         """For a process being spawned the memory itself; any other copy gets records and stamps of one moment."""
         spawning = get_spawning_popen() is not None
-        with self.lock:
+        with self.lock, making_what_is_kept():
             if spawning:
                 self.share()
             state: dict[str, Any] = super().__getstate__()
@@ -274,11 +279,15 @@ class GenerationalStorageMixin(SharableStorage):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        with making_what_is_kept():
+            super().__setstate__(state)
+        if self.initialized and not self._generations.is_shared:
+            self._storage = kept(self._storage)
         for buffer in self._attached_entities:  # those that were complete before this storage
             if "_sampler" in vars(buffer) and hasattr(buffer, "_lend_lock"):
                 buffer._lend_lock()
 
+    @making_what_is_kept()
     def state_dict(self) -> dict[str, Any]:
         """One consistent snapshot: later writes do not show in it, as they do in TorchRL's.
 
@@ -290,6 +299,7 @@ class GenerationalStorageMixin(SharableStorage):
             state[RECORD_OBJECTS] = [[list(key), to_plain(entry)] for key, entry in objects_in(self._storage)]
         return state
 
+    @making_what_is_kept()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
         if self.initialized and not state_dict["initialized"]:
@@ -306,12 +316,13 @@ class GenerationalStorageMixin(SharableStorage):
         """Saves the records as TorchRL does, and also a storage without any."""
         if self.initialized:
             if self._last_cursor is None:  # never written here: the records are in order
-                self._set_last_cursor(torch.tensor([int(self._len_along_dim0) - 1], device="cpu"))
+                self._set_last_cursor(as_normal(torch.tensor([int(self._len_along_dim0) - 1], device="cpu")))
             super().dumps(path)
             return
         Path(path).mkdir(exist_ok=True)
         (Path(path) / _METADATA).write_text(json.dumps({"metadata": {}, "is_pytree": False, "len": 0, _NOTHING: True}))
 
+    @making_what_is_kept()
     def loads(self, path: str | Path) -> None:
         """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps."""
         metadata = Path(path) / _METADATA
@@ -323,6 +334,8 @@ class GenerationalStorageMixin(SharableStorage):
         self._replaced()
 
     def _replaced(self) -> None:
+        if self.initialized:
+            self._storage = kept(self._storage)
         if self.initialized and self.ndim > 1 and self._storage is not None:
             # as at a first write; TorchRL leaves the capacity that was asked for, and misjudges when it is full
             self.max_size = max(self.max_size, self._total_shape.numel())
