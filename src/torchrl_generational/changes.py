@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrl_generational.modes import as_normal, making_what_is_kept
+
 __all__ = ["BLOCK", "ChangeLog"]
 
 #: Slots per entry of the table of changes.
@@ -34,8 +36,9 @@ class ChangeLog:
 
     def __init__(self, num_rows: int) -> None:
         blocks = -(-num_rows // BLOCK)
-        self._state = torch.zeros(_HEADER + blocks, dtype=torch.int64, device="cpu")
-        self._priorities = torch.full((num_rows,), torch.nan, dtype=torch.float64, device="cpu")
+        with making_what_is_kept():
+            self._state = torch.zeros(_HEADER + blocks, dtype=torch.int64, device="cpu")
+            self._priorities = torch.full((num_rows,), torch.nan, dtype=torch.float64, device="cpu")
         self._look()
 
     def _look(self) -> None:
@@ -133,5 +136,5 @@ class ChangeLog:
         return {"state": self._state, "priorities": self._priorities}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._state, self._priorities = state["state"], state["priorities"]
+        self._state, self._priorities = as_normal(state["state"]), as_normal(state["priorities"])
         self._look()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrl_generational.modes import as_normal, making_what_is_kept
 from torchrl_generational.stamps import NEVER_WRITTEN, WrittenStamps, flipped
 
 __all__ = ["GENERATION_KEY", "ReadyStamps", "SlotGenerations"]
@@ -94,7 +95,8 @@ class SlotGenerations(WrittenStamps):
     __slots__ = ("lineage",)
 
     def __init__(self, num_rows: int, *, device: torch.device | str = "cpu") -> None:
-        super().__init__(num_rows, device=device)
+        with making_what_is_kept():
+            super().__init__(num_rows, device=device)
         #: Number of the family of timelines that these stamps belong to; equal stamps of one family name one record.
         self.lineage = secrets.randbits(62)
 
@@ -326,11 +328,13 @@ class SlotGenerations(WrittenStamps):
             state[:-1].masked_fill_(state[:-1] < NEVER_WRITTEN, flipped(least))
         return ReadyStamps(state, self.lineage if foreign or lineage is None else lineage)
 
+    @making_what_is_kept()
     def to(self, device: torch.device | str) -> None:
         """Moves the stamps, e.g. when a storage with ``device="auto"`` learns where its data lives."""
         self._state = self._state.to(device)
         self._look()
 
+    @making_what_is_kept()
     def clone(self) -> SlotGenerations:
         """These stamps as they are now, for a copy that is being pickled. O(num_rows)."""
         twin = copy(self)
@@ -353,7 +357,7 @@ class SlotGenerations(WrittenStamps):
     def __setstate__(self, state: dict[str, Any]) -> None:
         new_timeline = state.pop("copy")
         for name, value in state.items():
-            setattr(self, name, value)
+            setattr(self, name, as_normal(value))
         self.opened = None
         self._look()
         if new_timeline:

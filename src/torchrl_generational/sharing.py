@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers.storages import LazyMemmapStorage, TensorStorage
 
 from torchrl_generational.counters import SharedCounter
-from torchrl_generational.devices import without_default_device
 from torchrl_generational.folder_lock import FolderLock, refuse_used_folder
 from torchrl_generational.generations import SlotGenerations
 from torchrl_generational.locks import StorageLock
@@ -68,8 +67,7 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._maker = os.getpid()
-        with without_default_device():
-            super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs)
         self._own_counters()
         folder = self._folder_asked_for()
         if folder is not None and self._folder_lock is None:
@@ -121,7 +119,8 @@ class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
 
     @_last_cursor.setter
     def _last_cursor(self, cursor: Any) -> None:
-        self.__dict__["_last_cursor"] = cursor
+        if self._compilable:
+            self.__dict__["_last_cursor"] = cursor
 
     # ---------------------------------------------------------------- who may write
 

@@ -33,6 +33,7 @@ from torchrl_generational.indexing import as_count, as_rows, rows_written
 from torchrl_generational.kept import refuse_lost_in_files, refuse_lost_in_state
 from torchrl_generational.loaded import METADATA, NEVER_WRITTEN_MARK, LoadedRecords
 from torchrl_generational.locks import StorageLock
+from torchrl_generational.modes import as_normal, kept, making_what_is_kept
 from torchrl_generational.plain import RECORD_OBJECTS, objects_in, to_plain, unshared
 from torchrl_generational.restores import Plan, Saved, carry_out
 from torchrl_generational.same_width import apart, as_integers, indexes
@@ -57,12 +58,14 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
     max_size: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with making_what_is_kept():
+            super().__init__(*args, **kwargs)
         self.lock = StorageLock()
         # Rows of an n-D storage are known only after its first write, and never more than max_size.
         rows = self._num_rows() if self.initialized else self.max_size
         self._generations = SlotGenerations(rows, device=self._stamp_device())
         if self.initialized:  # built around existing records
+            self._storage = kept(self._storage)
             self._generations.mark_written(rows)
 
     @property
@@ -163,13 +166,14 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         try:
             self._generations.begin(rows)
             if pairs is None:
-                data, separate = apart(self._storage, data) if advanced(cursor) else (data, ())
-                super().set(cursor, data, set_cursor=set_cursor)
-                for old, new in separate:
-                    old[cursor] = new
+                with making_what_is_kept():
+                    data, separate = apart(self._storage, data) if advanced(cursor) else (data, ())
+                    super().set(as_normal(cursor), data, set_cursor=set_cursor)
+                    for old, new in separate:
+                        old[cursor] = new
             else:
                 if set_cursor:
-                    self._set_last_cursor(cursor)
+                    self._set_last_cursor(as_normal(cursor) if self._compilable else cursor)
                 records.copy(pairs, written)
                 self._bump_mutation_revision()
             if set_cursor:
@@ -222,9 +226,10 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         self._generations.mark(rows)
         coordinates = tuple(index.unbind(-1)) if index.ndim > 1 else (index,)
         separate = [key for key, value in patch.items() if not indexes(value.dtype)]
-        for key in separate:
-            as_integers(self._conditional_patch_leaf(key))[coordinates] = as_integers(patch[key])
-        super()._apply_conditional_patch(index, {key: patch[key] for key in patch if key not in separate})
+        with torch.no_grad():
+            for key in separate:
+                as_integers(self._conditional_patch_leaf(key))[coordinates] = as_integers(patch[key])
+            super()._apply_conditional_patch(index, {key: patch[key] for key in patch if key not in separate})
         self._generations.complete(rows)
         self._wrote()
 
@@ -277,7 +282,8 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
     def __getstate__(self) -> dict[str, Any]:
         """For a process being spawned the memory itself; any other copy gets records and stamps of one moment."""
         spawning = get_spawning_popen() is not None
-        with self.lock, contextlib.nullcontext() if spawning else self._of_one_moment():
+        moment = contextlib.nullcontext() if spawning else self._of_one_moment()
+        with self.lock, making_what_is_kept(), moment:
             if spawning:
                 self.share()
             state: dict[str, Any] = super().__getstate__()
@@ -288,12 +294,16 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        with making_what_is_kept():
+            super().__setstate__(state)
+        if self.initialized and not self._generations.is_shared:
+            self._storage = kept(self._storage)
         for buffer in self._attached_entities:  # those that were complete before this storage
             if "_sampler" in vars(buffer) and hasattr(buffer, "_lend_lock"):
                 buffer._lend_lock()
                 check_moment(self, buffer._moment)
 
+    @making_what_is_kept()
     def state_dict(self) -> dict[str, Any]:
         """One consistent snapshot: later writes do not show in it, as they do in TorchRL's.
 
@@ -307,6 +317,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
             state[RECORD_OBJECTS] = [[list(key), to_plain(entry)] for key, entry in objects_in(self._storage)]
         return state
 
+    @making_what_is_kept()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps.
 
@@ -320,7 +331,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         refuse_lost_in_files(self)
         if self.initialized:
             if self._last_cursor is None:  # never written here: the records are in order
-                self._set_last_cursor(torch.tensor([max(int(self._len_along_dim0) - 1, 0)], device="cpu"))
+                self._set_last_cursor(as_normal(torch.tensor([max(int(self._len_along_dim0) - 1, 0)], device="cpu")))
             with self._of_one_moment():
                 super().dumps(path)
             return
@@ -328,6 +339,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         nothing = {"metadata": {}, "is_pytree": False, "len": 0, NEVER_WRITTEN_MARK: True}
         (Path(path) / METADATA).write_text(json.dumps(nothing))
 
+    @making_what_is_kept()
     def loads(self, path: str | Path) -> None:
         """Replaces all records: every handle taken before is stale, unless the writer's state brings stamps.
 
@@ -361,6 +373,8 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
             self._about_to_write()
             self._generations.withdraw()
             loaded.install()
+            if self.initialized and self._storage is not None:
+                self._storage = kept(self._storage)
             if self._generations.device != torch.device(self._stamp_device()):
                 self._generations.to(self._stamp_device())
             self._generations.install(ready)
