@@ -269,7 +269,7 @@ ROWS: list[Row] = [
         "data",
         "LazyStackedTensorDict, records of several shapes",
         "refused",
-        "Failed to stack tensors within a tensordict",
+        "Give every record the shapes of the first one",
         error=RuntimeError,
     ),
     Row("data", "entries that are no tensors", "works", "in memory"),
