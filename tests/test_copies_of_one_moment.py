@@ -323,11 +323,8 @@ def test_whatever_holds_the_lock_of_a_shared_storage_is_refused(what):
 
 def test_copies_on_purpose_go_on_to_work():
     rb = shared()
-    for twin in (
-        copy.deepcopy(rb),
-        pickle.loads(pickle.dumps(rb)),
-        pickle.loads(ForkingPickler.loads(sent_as_bytes(rb))),
-    ):
+    sent = ForkingPickler.loads(ForkingPickler.dumps(pickle.dumps(rb)))
+    for twin in (copy.deepcopy(rb), pickle.loads(pickle.dumps(rb)), pickle.loads(sent)):
         twin.extend(records(2, 100))
         assert twin[:]["x"].tolist()[:2] == [100, 101]
     assert rb[:]["x"].tolist() == list(range(8))
