@@ -159,4 +159,5 @@ def _stamps_in(folder: Path, metadata: dict[str, Any]) -> torch.Tensor | None:
         held = MemoryMappedTensor.from_filename(
             folder / "generation.memmap", dtype=torch.int64, shape=torch.Size(shape)
         )
-    return held.as_subclass(torch.Tensor)
+    stamps: torch.Tensor = held.as_subclass(torch.Tensor)
+    return stamps
