@@ -15,9 +15,10 @@ from torchrl_generational import manifest
 from torchrl_generational.folder_lock import refuse_used_folder
 from torchrl_generational.generations import ReadyStamps
 from torchrl_generational.kept import refuse_lost_in_files
-from torchrl_generational.loaded import LoadedRecords, file_of
+from torchrl_generational.loaded import LoadedRecords
 from torchrl_generational.max_value import GenerationalTensorDictMaxValueWriter
 from torchrl_generational.plain import to_plain, unshared
+from torchrl_generational.record_checks import file_of
 from torchrl_generational.restores import PREFETCHED, Plan, Rest, Saved, carry_out, load_part
 from torchrl_generational.samplers import GenerationalPrioritizedSampler
 from torchrl_generational.storages import GenerationalStorageMixin

@@ -368,4 +368,5 @@ def _latest(stamps: torch.Tensor) -> int:
     """The latest incarnation among stamps, those of slots whose last write did not end included; 0 without any."""
     if not stamps.numel():
         return 0
-    return max(int(stamps.max()), int(flipped(int(stamps.min()))), 0) >> COUNT_BITS
+    latest: int = max(int(stamps.max()), flipped(int(stamps.min())), 0) >> COUNT_BITS
+    return latest

@@ -12,23 +12,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import LazyStackedTensorDict, MemoryMappedTensor, NonTensorData, NonTensorStack, TensorDict
+from tensordict import MemoryMappedTensor, NonTensorData, NonTensorStack, TensorDict
 from tensordict import is_tensor_collection as is_collection
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_map
 from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
 from torchrl.data.replay_buffers.storages import LazyMemmapStorage
-from torchrl.data.replay_buffers.utils import SINGLE_TENSOR_BUFFER_NAME, Flat2TED
+from torchrl.data.replay_buffers.utils import Flat2TED
 
 from torchrl_generational.counters import SharedCounter
 from torchrl_generational.kept import refuse_other_objects, take_objects
 from torchrl_generational.metadata import read_json, reading
 from torchrl_generational.plain import RECORD_OBJECTS, from_plain, objects_in
+from torchrl_generational.record_checks import (
+    check_pytree,
+    check_records,
+    file_of,
+    leaves_of,
+    refuse_length,
+    refuse_unlike,
+)
 from torchrl_generational.restores import Saved, fitting
 
 if TYPE_CHECKING:
     from torchrl_generational.storages import GenerationalStorageMixin
 
-__all__ = ["METADATA", "NEVER_WRITTEN_MARK", "LoadedRecords", "file_of", "leaves_of"]
+__all__ = ["METADATA", "NEVER_WRITTEN_MARK", "LoadedRecords"]
 
 METADATA = "storage_metadata.json"  # TorchRL's
 NEVER_WRITTEN_MARK = "never_written"  # in it: saved before the first write
@@ -88,7 +96,7 @@ class LoadedRecords:
             has = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
             raise ValueError(f"The storage's state should have {list(names)}, got {has}. {_LIKE}")
         length = state["_len"]
-        _refuse_length(length)
+        refuse_length(length)
         if type(state["initialized"]) is not bool:
             raise ValueError(
                 f"The storage's state has initialized={state['initialized']!r:.80}: it is damaged. {_LIKE}"
@@ -97,7 +105,7 @@ class LoadedRecords:
             return cls._none(storage)
         saved = _records_in(state["_storage"], storage)
         objects = _objects(state.get(RECORD_OBJECTS, ()))
-        check(storage, saved, length)
+        check_records(storage, saved, length)
         if storage.initialized:
             kept = {key for key, _ in objects}
             lacking = [key for key, _ in _objects_of(storage._storage) if key not in kept]
@@ -109,10 +117,9 @@ class LoadedRecords:
             return cls._over(storage, saved, length, objects)
         what = "What the checkpoint has as records"
         with _scratch(storage) as discard, stand_in(storage) as twin, _loading(discard, what):
-            of_torchrl: Any = super(_mixin(), twin)
-            of_torchrl.load_state_dict(state)
+            super(_mixin(), twin).load_state_dict(state)  # type: ignore[misc]  # TorchRL's
             _set_objects(twin._storage, objects)
-            check(storage, twin._storage, length)
+            check_records(storage, twin._storage, length)
             return cls._first(storage, twin, length, discard)
 
     @classmethod
@@ -124,20 +131,20 @@ class LoadedRecords:
             metadata = read_json(file)
             if metadata.get(NEVER_WRITTEN_MARK):
                 return cls._none(storage)
-            _refuse_length(metadata.get("len"))
+            refuse_length(metadata.get("len"))
             if plain and metadata.get("is_pytree") is False:
                 with reading(folder):
                     saved = TensorDict.load_memmap(folder)
-                check(storage, saved, metadata["len"])
+                check_records(storage, saved, metadata["len"])
                 if storage.initialized:
                     return cls._over(storage, saved, metadata["len"], list(_objects_of(saved)), everything=True)
             if plain and storage.initialized:
-                _check_pytree(storage, metadata)
+                check_pytree(storage, metadata)
         with _scratch(storage) as discard, stand_in(storage) as twin, _loading(discard, f"{folder}"):
             twin._checkpointer.loads(twin, folder)
             take_objects(twin._storage, folder)
             length = twin._len
-            check(storage, twin._storage, length)
+            check_records(storage, twin._storage, length)
             if storage.initialized:
                 return cls._over(storage, twin._storage, length, list(_objects_of(twin._storage)))
             return cls._first(storage, twin, length, discard)
@@ -196,72 +203,7 @@ def _mixin() -> Any:
     return GenerationalStorageMixin
 
 
-# ---------------------------------------------------------------- checks
-
-
-def _refuse_length(length: Any) -> None:
-    if not (type(length) is int and 0 <= length < 2**62):
-        raise ValueError(f"The checkpoint says that it holds {length!r:.80} records: it is damaged. {_LIKE}")
-
-
-def check(storage: Any, saved: Any, length: int) -> None:
-    """Refuses saved records that do not fit a storage.
-
-    Raises:
-        ValueError: for other entries, shapes or dtypes, or another capacity.
-    """
-    own = leaves_of(storage._storage) if storage.initialized else {}
-    room = max(storage.max_size, storage.generations.numel())
-    found = leaves_of(saved, like=storage._storage if storage.initialized else None)
-    extra = found.keys() - own.keys() if own else set()
-    if own and (own.keys() - found.keys() or extra):
-        raise ValueError(
-            f"The checkpoint holds the entries {sorted(found)} but this storage {sorted(own)}. Nothing was loaded. "
-            "Load it into a buffer like the one that it was saved from."
-        )
-    for name, leaf in found.items():
-        if name in own:
-            _refuse_unlike(name, leaf.shape, leaf.dtype, own[name])
-        if not own:
-            # a storage without data rounds its capacity up to whole rows
-            cells, row = math.prod(leaf.shape[: storage.ndim]), math.prod(leaf.shape[1 : storage.ndim])
-            if leaf.ndim < storage.ndim or not storage.max_size <= cells < storage.max_size + row:
-                raise ValueError(
-                    f"The checkpoint was saved from a storage of {cells} records but this one holds "
-                    f"{storage.max_size}. Load it into a buffer of the same capacity."
-                )
-            room = max(room, cells)
-    if not 0 <= length <= room:
-        raise ValueError(
-            f"The checkpoint holds {length} records but this storage has room for {room}. Load it into a buffer of "
-            "the same capacity."
-        )
-
-
-def _refuse_unlike(name: str, shape: Any, dtype: Any, own: torch.Tensor) -> None:
-    for what, theirs, ours in (("shape", tuple(shape), tuple(own.shape)), ("dtype", dtype, own.dtype)):
-        if str(theirs) != str(ours):
-            raise ValueError(
-                f"The checkpoint holds {name!r} of {what} {theirs} but this storage has {what} {ours}. Nothing was "
-                "loaded. Load it into a buffer like the one that it was saved from."
-            )
-
-
-def _check_pytree(storage: Any, metadata: dict[str, Any]) -> None:
-    """Refuses what TorchRL would cast or broadcast: the leaves of a pytree, or a tensor."""
-    own = leaves_of(storage._storage)
-    with fitting("What the checkpoint says of its records"):
-        saved = {
-            name if name != SINGLE_TENSOR_BUFFER_NAME else "data": (said["shape"], said["dtype"])
-            for name, said in metadata["metadata"].items()
-        }
-    if saved.keys() != own.keys():
-        raise ValueError(
-            f"The checkpoint holds the entries {sorted(saved)} but this storage {sorted(own)}. Nothing was loaded. "
-            "Load it into a buffer like the one that it was saved from."
-        )
-    for name, (shape, dtype) in saved.items():
-        _refuse_unlike(name, shape, dtype, own[name])
+# ---------------------------------------------------------------- states
 
 
 def _records_in(saved: Any, storage: Any) -> Any:
@@ -282,50 +224,6 @@ def _records_in(saved: Any, storage: Any) -> Any:
 def _belongs(key: Any, entry: Any) -> bool:
     """Whether an entry is one that the state of a tensordict has: flat, nested, or of an earlier version's sizes."""
     return isinstance(entry, torch.Tensor | dict) or key in ("__batch_size", "__device")
-
-
-def leaves_of(data: Any, *, like: Any = None) -> dict[str, torch.Tensor]:
-    """Tensors by name, of a storage's data or of what is loaded into one. Never copies.
-
-    Args:
-        data: a tensor, a tensor collection or a pytree.
-        like: the data of the storage, whose lazy stacks say how those of ``data`` are taken apart.
-    """
-    found: dict[str, torch.Tensor] = {}
-
-    def visit(data: Any, like: Any, path: tuple[str, ...]) -> None:
-        if isinstance(data, torch.Tensor):
-            found[".".join(path) or "data"] = data
-        elif isinstance(data, NonTensorData | NonTensorStack):
-            return
-        elif is_collection(data):
-            parts = None
-            if isinstance(like, LazyStackedTensorDict):
-                parts = data.unbind(like.stack_dim)
-            elif isinstance(data, LazyStackedTensorDict):
-                parts = data.tensordicts
-            if parts is not None:
-                of = like.tensordicts if isinstance(like, LazyStackedTensorDict) else [None] * len(parts)
-                for number, part in enumerate(parts):
-                    visit(part, of[number] if number < len(of) else None, (*path, str(number)))
-                return
-            for key, entry in data.items():
-                visit(entry, like.get(key, None) if is_collection(like) else None, (*path, key))
-        else:
-            for where, leaf in tree_flatten_with_path(data)[0]:
-                if isinstance(leaf, torch.Tensor):
-                    found[".".join(str(getattr(step, "idx", getattr(step, "key", step))) for step in where)] = leaf
-
-    visit(data, like, ())
-    return found
-
-
-def file_of(leaf: Any) -> Path | None:
-    """The file of a memory-mapped tensor, if it has one with a name."""
-    try:
-        return Path(leaf.filename).resolve()
-    except (AttributeError, RuntimeError, TypeError):
-        return None
 
 
 def _same_files(own: Any, saved: Any) -> bool:
@@ -410,7 +308,7 @@ def _turning(hook: Any) -> Callable[..., Any]:
             for name, leaf in leaves_of(data).items():
                 held = own.get(name, own.get(f"next.{name}"))
                 if held is not None and held.dtype != leaf.dtype:
-                    _refuse_unlike(name, (), leaf.dtype, held.new_empty(()))
+                    refuse_unlike(name, (), leaf.dtype, held.new_empty(()))
         return hook(data, out=out)
 
     return turn

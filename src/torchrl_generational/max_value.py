@@ -256,8 +256,7 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
         state.plan(plan, self)
         if state.stamps is not None:
             waiting = (state.stamps.clone(), state.origin)
-            held: Any = vars(self)
-            plan.install(lambda: held.update(_waiting=waiting))
+            plan.install(lambda: self.__dict__.update(_waiting=waiting))
         plan.go()
 
     def __repr__(self) -> str:

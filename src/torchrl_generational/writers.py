@@ -158,8 +158,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         plan = Plan()
         state.plan(plan, self)
         stamps = None if state.stamps is None else state.stamps.clone()
-        held: Any = vars(self)
-        plan.install(lambda: held.update(_pending_generation=stamps, _origin=state.origin))
+        plan.install(lambda: self.__dict__.update(_pending_generation=stamps, _origin=state.origin))
         plan.go()
 
     def _refuse_write(self) -> None:
