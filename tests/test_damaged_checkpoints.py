@@ -169,6 +169,20 @@ def test_a_file_in_the_place_of_a_folder_is_refused(part, manifest, tmp_path):
     refused(change, manifest, tmp_path)
 
 
+def test_a_text_that_changed_on_the_disk_is_refused(tmp_path):
+    """Its length is right, and it is JSON."""
+    folder = copy_of(saved("objects"), tmp_path)
+    file = folder / "storage" / "text" / "meta.json"
+    changed = file.read_text().replace("text 5", "text 6")
+    assert changed != file.read_text()
+    file.write_text(changed)
+    rb = target("objects")
+    before = everything(rb)
+    with pytest.raises(ValueError, match="is damaged: storage/text/meta.json does not hold what was saved"):
+        rb.loads(folder)
+    assert everything(rb) == before
+
+
 def refused(change: Any, manifest: str, place: Path) -> None:
     folder = copy_of(saved("transform"), place)
     change(folder)

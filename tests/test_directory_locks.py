@@ -378,14 +378,19 @@ def test_systems_without_such_locks_do_without(how, make, path, monkeypatch):
     assert told(rb) == {8}
 
 
-def test_a_directory_that_is_replaced_while_one_waits_is_locked_anew(path, blocked, actors):
-    rb = written(8)
+def test_a_directory_that_is_replaced_while_one_waits_is_locked_anew(path, blocked, actors, monkeypatch):
+    rb, other = written(8), written(16)
     rb.dumps(path)
+    gate = Gate(monkeypatch, other.writer, "dumps")
     with directory_locked(path, create=True):
-        waiting = actors.start("dumper", lambda: written(16).dumps(path))
+        waiting = actors.start("dumper", lambda: other.dumps(path))
         until_blocked_or_done(blocked, waiting)
         shutil.rmtree(path)
         path.mkdir()
+        (path / LOCK).touch()
+    assert gate.reached.wait(TIMEOUT)
+    assert not is_free(path)
+    gate.opened.set()
     waiting.result(TIMEOUT)
     rb.loads(path)
     assert told(rb) == {16}
