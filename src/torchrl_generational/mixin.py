@@ -24,6 +24,7 @@ from torchrl_generational.carrier import follow, steps_of
 from torchrl_generational.checkpoints import CheckedCheckpoints
 from torchrl_generational.conditional import ConditionalUpdates
 from torchrl_generational.devices import has_default_device, without_default_device
+from torchrl_generational.fields import FieldWrites
 from torchrl_generational.generations import GENERATION_KEY, SlotGenerations
 from torchrl_generational.indexing import as_rows, cells_in, leading_shape, rows_of, rows_written
 from torchrl_generational.leaves import forget
@@ -44,7 +45,9 @@ _PLAIN_BUFFERS = (
 )
 
 
-class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheckpoints, ConditionalUpdates):
+class GenerationalReplayBufferMixin(
+    SharedByProcesses, BufferParts, CheckedCheckpoints, ConditionalUpdates, FieldWrites
+):
     """Adds generations and conditional priority updates to a TorchRL buffer class; stands in front of it.
 
     The storage defaults to :class:`GenerationalLazyTensorStorage` of 1000 records and the writer to the round-robin
@@ -258,7 +261,7 @@ class GenerationalReplayBufferMixin(SharedByProcesses, BufferParts, CheckedCheck
         self._ready()
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
-        with self._exclusive():
+        with self._exclusive(), torch.no_grad():
             if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
                 held = self._storage._storage
                 if is_tensor_collection(held) and index in held.keys(True):
