@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import transfer
+from support import filled, prioritized, records, transfer
 from tensordict import is_tensor_collection
 from test_beside_compile import plain
 from test_default_device import BUFFERS, steps_of
+from test_gradients import LAYOUTS, buffer_for
+
+import torchrl_generational as g
 
 
 def nowhere() -> Any:
@@ -117,8 +120,83 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kind", BUFFERS)
+OFTEN_KINDS = ("memory", "memmap", "compilable", "two dimensions", "shared", "the best")
+OFTEN_ORDERS = ("made inside", "first write inside", "later writes inside", "by turns")
+GRID = list(itertools.product(BUFFERS, ORDERS))
+OFTEN = [(kind, order) for kind, order in GRID if kind in OFTEN_KINDS and order in OFTEN_ORDERS]
+
+
+@pytest.mark.parametrize(("kind", "order"), OFTEN)
 def test_a_buffer_does_the_same_on_either_side(kind, order, tmp_path):
     expected = life(BUFFERS[kind], tmp_path / "a", [nowhere])
     assert life(BUFFERS[kind], tmp_path / "b", ORDERS[order]) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "order"), [pair for pair in GRID if pair not in OFTEN])
+def test_so_does_every_buffer_in_every_order(kind, order, tmp_path):
+    expected = life(BUFFERS[kind], tmp_path / "a", [nowhere])
+    assert life(BUFFERS[kind], tmp_path / "b", ORDERS[order]) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_records_of_every_layout_are_stored_as_normal_tensors(layout):
+    with torch.inference_mode():
+        rb = buffer_for(layout)
+        rb.extend(LAYOUTS[layout](torch.arange(6.0)))
+    rb.extend(LAYOUTS[layout](torch.arange(6.0, 12.0)))
+    with torch.inference_mode():
+        later = LAYOUTS[layout](torch.arange(12.0, 15.0))
+    rb.extend(later)  # written outside, made inside
+    if layout not in ("a tuple", "two dimensions"):  # which TorchRL does not take
+        rb[0] = {"x": torch.tensor(20.0)} if layout == "a dict" else LAYOUTS[layout](torch.full((1,), 20.0))[0]
+    assert [leaf for leaf in tensors_of(rb) if leaf.is_inference()] == []
+    drawn, _ = rb.sample(return_info=True)
+    assert [leaf for leaf in tensors_of(drawn) if leaf.is_inference()] == []
+
+
+def test_a_state_taken_inside_can_be_loaded_outside_where_there_is_nothing_yet():
+    with torch.inference_mode():
+        state = filled().state_dict()
+    rb = prioritized()
+    rb.load_state_dict(state)
+    rb.extend(records(3, 50))
+    assert rb[:]["x"].tolist() == [50, 51, 52, 3, 4, 5, 6, 7]
+
+
+def test_a_storage_around_records_that_were_made_inside_can_be_written_outside():
+    with torch.inference_mode():
+        held = records(4)
+    rb = g.GenerationalTensorDictReplayBuffer(storage=g.GenerationalTensorStorage(held), batch_size=4)
+    rb.extend(records(2, 50))
+    assert sorted(rb[:]["x"].tolist()) == [2, 3, 50, 51]
+
+
+def test_an_ensemble_works_on_either_side():
+    with torch.inference_mode():
+        ensemble = g.GenerationalReplayBufferEnsemble(filled(seed=1), filled(seed=2), batch_size=8)
+        sample = ensemble.sample()
+    ensemble[0].extend(records(8, 50))
+    with torch.inference_mode():
+        sample["td_error"] = torch.ones(sample.shape)
+        result = ensemble.update_tensordict_priority_if_present(sample)
+    assert result.updated_mask.tolist() == (sample["x"] < 8).logical_and(ids_of_members(sample) == 1).tolist()
+    ensemble.empty()
+    assert [leaf for member in (ensemble[0], ensemble[1]) for leaf in tensors_of(member) if leaf.is_inference()] == []
+
+
+def ids_of_members(sample: Any) -> torch.Tensor:
+    """The member of each row: the first half of the batch comes from the first one."""
+    return torch.tensor([0, 1])[:, None].expand(sample.shape)
+
+
+def test_a_learner_inside_and_an_actor_outside_share_one_buffer(actors):
+    rb = filled()
+    with torch.inference_mode():
+        sample = rb.sample()
+        actors.writer(lambda: rb.extend(records(4, 50)))  # the mode is the thread's own
+        sample["td_error"] = torch.full((8,), 2.0)
+        result = rb.update_tensordict_priority_if_present(sample)
+    assert result.updated_mask.tolist() == (sample["index"] >= 4).tolist()
+    actors.writer(lambda: rb.extend(records(8, 60)))
+    assert rb.sample()["x"].min() >= 60

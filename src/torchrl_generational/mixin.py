@@ -278,7 +278,7 @@ class GenerationalReplayBufferMixin(
         self._refuse_write()
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
-        with self._exclusive():
+        with self._exclusive(), torch.no_grad():
             storage = self._storage
             if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
                 self._set_field(index, value)
