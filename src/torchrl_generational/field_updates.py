@@ -24,7 +24,7 @@ class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     The records stay, and so do their stamps.
     """
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]  # what needs a gradient is written without it
+    @torch.no_grad()  # what needs a gradient is written without it
     def set_at_(self, key: Any, value: Any, index: Any) -> Any:
         """Sets a field of the records at ``index``; see TorchRL's.
 
@@ -42,7 +42,7 @@ class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 return self
             return super().set_at_(key, value, index)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]  # what needs a gradient is written without it
+    @torch.no_grad()  # what needs a gradient is written without it
     def set_(self, key: Any, value: Any) -> Any:
         """Sets a field of all records; see TorchRL's. Raises as :meth:`set_at_`."""
         self._ready()
@@ -50,7 +50,7 @@ class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             self._check_fields([(key, value)])
             return super().set_(key, value)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]  # what needs a gradient is written without it
+    @torch.no_grad()  # what needs a gradient is written without it
     def update_(self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None) -> Any:
         """Sets fields of all records; see TorchRL's. Raises as :meth:`set_at_`."""
         self._ready()
