@@ -483,6 +483,29 @@ def test_an_ensemble_is_refused_before_any_member_changes(shared, tmp_path):
     assert [buffer_state(member) for member in rb._rbs] == before
 
 
+def test_an_ensemble_of_the_childs_own_buffer_and_one_of_the_parents_is_refused_as_a_whole():
+    rb = ensemble(routing_key="to")
+
+    def update() -> None:
+        own = copy.deepcopy(rb[0])
+        mixed = g.GenerationalReplayBufferEnsemble(own, rb[1], batch_size=8, sample_from_all=True, routing_key="to")
+        sample = mixed.sample().set("td_error", torch.full((2, 4), 50.0))
+        handles = {"index": sample["index"], "generation": sample["index_generation"]}
+        acts: dict[str, Callable[[], Any]] = {
+            "update": lambda: mixed.update_tensordict_priority_if_present(sample),
+            "raw": lambda: mixed.update_priority(sample["index"], 50.0),
+            "fields": lambda: mixed.update_if_present(**handles, patch={"x": torch.zeros(2, 4, dtype=torch.int64)}),
+            "extend": lambda: mixed.extend(records(4, 100, to=torch.tensor([0, 0, 1, 1]))),
+            "empty": mixed.empty,
+        }
+        before = buffer_state(own)
+        for name, act in acts.items():
+            refused(act, name)
+            assert buffer_state(own) == before, name
+
+    in_a_child(update)
+
+
 # ------------------------------------------------------------------ work in flight at the fork
 
 
