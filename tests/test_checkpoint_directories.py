@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -387,13 +388,17 @@ def test_a_damaged_checkpoint_is_replaced(change, make, tmp_path):
     assert state(target) == state(rb)
 
 
-def test_a_dump_over_a_storage_in_place_goes_on_and_one_of_another_buffer_replaces_it(tmp_path):
+def test_a_dump_over_a_storage_in_place_goes_on_and_one_of_another_buffer_replaces_it_when_that_is_gone(tmp_path):
     storage = g.GenerationalLazyMemmapStorage(8, scratch_dir=tmp_path / "storage")
     rb = prioritized(8, storage=storage)
     rb.extend(records(8))
     for _ in range(2):
         rb.dumps(tmp_path)
     other = filled()
+    with pytest.raises(RuntimeError, match="is in use"):
+        other.dumps(tmp_path)
+    del rb, storage
+    gc.collect()
     other.dumps(tmp_path)
     target = prioritized(8)
     target.loads(tmp_path)

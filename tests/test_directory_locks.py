@@ -88,7 +88,7 @@ def blocked(monkeypatch):
 
 
 def part(rb: Any) -> Any:
-    """What is saved and loaded last but the rest."""
+    """What is saved last but the rest."""
     return getattr(rb, "_rbs", [rb])[-1].writer
 
 
@@ -98,7 +98,7 @@ def test_whoever_comes_second_waits_until_the_first_is_through(first, second, ma
     """C45: errors in the dumper, and a mixture accepted by the loader."""
     make(0).dumps(path)
     one, other = make(8), make(16)
-    gate = Gate(monkeypatch, part(one), first)
+    gate = Gate(monkeypatch, *((part(one), "dumps") if first == "dumps" else (one, "_load_prefetch_state")))
     running = actors.start("first", lambda: getattr(one, first)(path))
     assert gate.reached.wait(TIMEOUT)
     waiting = actors.start("second", lambda: getattr(other, second)(path))
@@ -348,13 +348,14 @@ def test_a_dump_that_comes_in_between_where_there_is_no_lock_is_noticed(make, pa
     make(8).dumps(path)
     rb, other = make(16), make(24)
     without_lock_files(monkeypatch, errno.EROFS)
-    plain = part(rb).loads
+    plain = rb._load_prefetch_state  # what is read last
 
-    def loads(folder: Any) -> None:
-        plain(folder)
+    def load(folder: Any) -> Any:
+        found = plain(folder)
         other.dumps(path)
+        return found
 
-    monkeypatch.setattr(part(rb), "loads", loads)
+    monkeypatch.setattr(rb, "_load_prefetch_state", load)
     with pytest.raises(ValueError, match="was saved to while it was loaded, and could not be locked. Load it again."):
         rb.loads(path)
     monkeypatch.undo()

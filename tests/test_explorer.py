@@ -186,7 +186,7 @@ def siblings_without_a_common_lock(patch):
 
 
 def plain_counters_on_a_restore(patch):
-    patch.setattr(SlotGenerations, "begin_incarnation", lambda self, after=0: None)
+    patch.setattr(SlotGenerations, "_later", lambda self, after=0: self.incarnation)
     before = [("extend", 3), ("save",)]
     writer = [("extend", 2), ("restore",), ("extend", 2)]
     return scene({"learner": [("sample",), ("update",)], "writer": writer}, before=before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -147,6 +148,7 @@ READS: dict[str, Any] = {
     "state_dict": lambda rb, info, td, path: rb.state_dict(),
     "stats": lambda rb, info, td, path: rb.stats(),
     "__getstate__": lambda rb, info, td, path: rb.__getstate__(),
+    "__deepcopy__": lambda rb, info, td, path: copy.deepcopy(rb),
     "__getitem__": lambda rb, info, td, path: rb[2:4],
     "__iter__": lambda rb, info, td, path: next(iter(rb)),
     "can_sample": lambda rb, info, td, path: rb.can_sample(4),

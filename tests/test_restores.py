@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import pickle
+import zlib
 from typing import Any
 
 import pytest
@@ -408,7 +409,7 @@ def test_a_refused_first_load_leaves_no_files_that_a_first_write_would_meet(tmp_
     for part in ("storage", "sampler", "writer"):
         (tmp_path / "saved" / part / ".generational-dump").unlink()
     rb = prioritized(8, storage=g.GenerationalLazyMemmapStorage(8, scratch_dir=tmp_path / "files"))
-    refused(rb, lambda: rb.loads(tmp_path / "saved"), "not that of a prioritized sampler")
+    refused(rb, lambda: rb.loads(tmp_path / "saved"), "is damaged: its '_alpha' is None")
     rb.extend(records(8))
     assert rb[:]["x"].tolist() == list(range(8))
 
@@ -526,8 +527,9 @@ def test_an_absurd_incarnation_is_refused(key, value, says, how, tmp_path):
     manifest = tmp_path / "generational.json"
     held = json.loads(manifest.read_text())
     held["files"]["writer/metadata.json"] = file.stat().st_size
+    held["checksums"]["writer/metadata.json"] = zlib.crc32(file.read_bytes())
     manifest.write_text(json.dumps(held))
-    refused(rb, lambda: rb.loads(tmp_path), says)
+    refused(rb, lambda: rb.loads(tmp_path), f"{says}|is damaged: its '_generation_{key}' is {value!r}")
 
 
 @pytest.mark.parametrize("value", [5 << 32, (2**31 - 1) << 32, -2 - (5 << 32), -(2**63)])

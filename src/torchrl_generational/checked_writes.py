@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers.storages import TensorStorage
 from torchrl_generational import records
 from torchrl_generational.cursors import advanced, rows_named
 from torchrl_generational.incoming import names_rows, without_handles
+from torchrl_generational.modes import making_what_is_kept
 from torchrl_generational.same_width import apart, as_integers, holds_unindexed
 from torchrl_generational.tracing import is_traced
 from torchrl_generational.write_checks import check_first, check_write
@@ -44,7 +45,8 @@ class CheckedWrites(_Base):  # type: ignore[misc]  # TorchRL is untyped
                 first = (
                     first.copy().clear_device_()
                 )  # with one, tensordict copies by additions: not all dtypes have any
-            self._init(first)
+            with making_what_is_kept():
+                self._init(first)
         if advanced(cursor) and isinstance(data, LazyStackedTensorDict) and holds_unindexed(self._storage):
             data = data.contiguous()
         pairs = records.matched(self._storage, data, rows) if names_rows(cursor) else None

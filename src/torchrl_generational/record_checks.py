@@ -87,6 +87,11 @@ def check_pytree(storage: Any, metadata: dict[str, Any]) -> None:
         refuse_unlike(name, shape, dtype, own[name])
 
 
+def _name(path: tuple[str, ...]) -> str:
+    """The name of an entry, of which no other has the same: some have dots of their own, and one may be empty."""
+    return ".".join(key.replace("\\", "\\\\").replace(".", "\\.") for key in path) if path else "data"
+
+
 def leaves_of(data: Any, *, like: Any = None) -> dict[str, torch.Tensor]:
     """Tensors by name, of a storage's data or of what is loaded into one. Never copies.
 
@@ -98,7 +103,7 @@ def leaves_of(data: Any, *, like: Any = None) -> dict[str, torch.Tensor]:
 
     def visit(data: Any, like: Any, path: tuple[str, ...]) -> None:
         if isinstance(data, torch.Tensor):
-            found[".".join(path) or "data"] = data
+            found[_name(path)] = data
         elif isinstance(data, NonTensorData | NonTensorStack):
             return
         elif is_collection(data):

@@ -173,7 +173,8 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
                         old[cursor] = new
             else:
                 if set_cursor:
-                    self._set_last_cursor(as_normal(cursor) if self._compilable else cursor)
+                    with making_what_is_kept() if self._compilable else contextlib.nullcontext():
+                        self._set_last_cursor(as_normal(cursor))
                 records.copy(pairs, written)
                 self._bump_mutation_revision()
             if set_cursor:
