@@ -17,6 +17,7 @@ from torchrl_generational.generations import ReadyStamps
 from torchrl_generational.kept import refuse_lost_in_files
 from torchrl_generational.loaded import LoadedRecords
 from torchrl_generational.max_value import GenerationalTensorDictMaxValueWriter
+from torchrl_generational.modes import making_what_is_kept
 from torchrl_generational.plain import to_plain, unshared
 from torchrl_generational.record_checks import file_of
 from torchrl_generational.restores import PREFETCHED, Plan, Rest, Saved, carry_out, load_part
@@ -142,7 +143,8 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         if rows and newest is None and hasattr(self._writer, "_cursor"):
             newest = (self._writer._cursor - 1) % rows
         if rows and newest is not None:
-            storage._set_last_cursor(torch.tensor([newest % rows], device="cpu"))
+            with making_what_is_kept():
+                storage._set_last_cursor(torch.tensor([newest % rows], device="cpu"))
 
     def _refuse_in_own_draw(self, method: str) -> None:
         """Refuses to wait for all prefetched draws in one of them, where a transform calls back."""
