@@ -25,6 +25,7 @@ import torchrl_generational as g
 
 ROWS, INNER, BATCH = 5, 2, 6
 WHO = st.integers(0, 1)
+FORMS = ["sampled", "tuple", "lists", "sample", "rebuilt", "folded"]
 PRIORITIES = st.lists(st.integers(0, 40), min_size=BATCH, max_size=BATCH)
 
 
@@ -265,7 +266,7 @@ class BufferAgainstDict(RuleBasedStateMachine):
         return {slot: int(rows[slot] if self.ndim == 1 else rows[slot, 0]) for slot in self.model.held}
 
     @precondition(lambda self: bool(self.handles))
-    @rule(pick=st.data(), priority=PRIORITIES, who=WHO, form=st.sampled_from(["sampled", "tuple", "lists", "sample"]))
+    @rule(pick=st.data(), priority=PRIORITIES, who=WHO, form=st.sampled_from(FORMS))
     def update_conditionally(self, pick: Any, priority: list[int], who: int, form: str) -> None:
         model, rb = self.model, self.buffers[who]
         handles = pick.draw(st.sampled_from(self.handles))
@@ -277,9 +278,15 @@ class BufferAgainstDict(RuleBasedStateMachine):
             with pytest.raises(RuntimeError, match="require an initialized storage"):
                 rb.update_priority_if_present(index=index, generation=generation, priority=1.0)
             return
-        if form == "sample":
+        if form in ("sample", "rebuilt", "folded"):
             handles.sample["td_error"] = torch.tensor(priority, dtype=torch.float32)
-            result = rb.update_tensordict_priority_if_present(handles.sample)
+            sample = handles.sample
+            if form == "rebuilt":  # as one that has been a dict: without a batch size
+                sample = TensorDict(dict(sample.items()), [])
+            elif form == "folded":
+                sample = sample.reshape(2, BATCH // 2)
+                sample.batch_size = [2]
+            result = rb.update_tensordict_priority_if_present(sample)
         else:
             given: Any = index
             if form == "tuple":
@@ -287,7 +294,7 @@ class BufferAgainstDict(RuleBasedStateMachine):
             elif form == "lists":
                 given, generation = index.tolist(), generation.tolist()
             result = rb.update_priority_if_present(index=given, generation=generation, priority=priority)
-        assert result.updated_mask.tolist() == expected
+        assert result.updated_mask.flatten().tolist() == expected
         assert (result.num_updated, result.num_stale) == (sum(expected), BATCH - sum(expected))
         assert sampler_state(self.buffers[1 - who]) == before[1 - who]
         if not any(expected):
@@ -363,6 +370,56 @@ class BufferAgainstDict(RuleBasedStateMachine):
             ValueError if self.model.length else IndexError, match="must be finite|number of records|written part"
         ):
             rb.update_priority(index=torch.tensor([[0, 0]]) if self.ndim == 2 else torch.tensor([0]), priority=bad)
+        assert sampler_state(rb) == before
+
+    @precondition(lambda self: self.model.length > 0)
+    @rule(
+        who=WHO,
+        fault=st.sampled_from(["missing", "shape", "dtype", "extra dimension"]),
+        road=st.sampled_from(["extend", "add", "item", "slice", "mask", "stepped"]),
+    )
+    def refuse_records_that_do_not_fit(self, who: int, fault: str, road: str) -> None:
+        """Whatever is refused changes nothing: the invariant looks."""
+        rb, count = self.buffers[who], {"slice": self.model.length, "mask": self.model.length}.get(road, 2)
+        if self.ndim == 2 and road != "extend":
+            return
+        if road == "stepped":
+            count = len(range(0, self.model.length, 2))
+        serial = self.serial
+        data, _ = self.data(count)
+        self.serial = serial
+        self.fitting(data)
+        x = data["x"]
+        if fault == "missing":
+            del data["y"]
+        else:
+            changed = {
+                "shape": x[..., None].expand(*x.shape, 3),
+                "dtype": x.double(),
+                "extra dimension": x[..., None, None],
+            }
+            data["x"] = changed[fault]
+        before = [sampler_state(buffer) for buffer in self.buffers]
+        every = torch.ones(self.model.length, dtype=torch.bool)
+        with pytest.raises((RuntimeError, ValueError, LookupError, TypeError)):
+            if road == "extend":
+                rb.extend(data)
+            elif road == "add":
+                rb.add(data[0] if fault != "dtype" else data[:1])
+            else:
+                index = {"item": [0, 0], "slice": slice(None), "mask": every, "stepped": slice(0, None, 2)}[road]
+                rb[index if road != "item" else torch.arange(min(2, ROWS))] = data
+        assert [sampler_state(buffer) for buffer in self.buffers] == before
+
+    @precondition(lambda self: bool(self.handles))
+    @rule(who=WHO, dtype=st.sampled_from([torch.int32, torch.int16, torch.float32, torch.float64]))
+    def refuse_narrow_generations(self, who: int, dtype: torch.dtype) -> None:
+        handles, rb = self.handles[-1], self.buffers[who]
+        if not rb.storage.initialized:
+            return
+        before = sampler_state(rb)
+        with pytest.raises(TypeError, match="int64"):
+            rb.update_priority_if_present(index=handles.index, generation=handles.generation.to(dtype), priority=1.0)
         assert sampler_state(rb) == before
 
     # -------------------------------------------------------------- parts

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import random
+
+import hypothesis.core
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -31,5 +35,8 @@ def test_a_buffer_does_what_a_dict_would_do(machine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_buffer_does_what_a_dict_would_do_for_long(machine):
+def test_a_buffer_does_what_a_dict_would_do_for_long(machine, monkeypatch):
+    seed = int(os.environ.get("ORACLE_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"ORACLE_SEED={seed}")  # runs the same again
+    monkeypatch.setattr(hypothesis.core, "global_force_seed", seed)
     run(machine, 5_000, same_each_time=False)
