@@ -30,12 +30,20 @@ _UNSTOPPABLE = {
     "Interruptible.__exit__",
     "Deferral.end",
     "Deferral.back_to",
+    "Deferral._end_last",
     "Deferral.waiting",
     "Deferral.let_through",
     "Deferral.__exit__",
     "Deferral.renew",
     "_remove",  # the finalizer of some earlier storage
 }
+
+
+def _name_of(code: Any) -> str:
+    if hasattr(code, "co_qualname"):
+        return str(code.co_qualname)
+    alike = [name for name in _UNSTOPPABLE if name.rpartition(".")[2] == code.co_name]  # Python 3.10 knows no more
+    return alike[0] if alike else str(code.co_name)
 
 
 class Interrupted(BaseException):
@@ -60,7 +68,7 @@ class Stopper:
 
     def _call(self, frame: Any, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(_HOME) or code.co_qualname in _UNSTOPPABLE:
+        if not code.co_filename.startswith(_HOME) or _name_of(code) in _UNSTOPPABLE:
             return None
         return self._line
 
@@ -69,7 +77,7 @@ class Stopper:
             self.seen += 1
             if self.seen == self.number:
                 sys.settrace(None)
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {_name_of(frame.f_code)}"
                 raise Interrupted(self.where)
         return self._line
 

@@ -23,6 +23,7 @@ __all__ = ["deferral", "run_through"]
 
 # The functions behind those of the module signal, which take longer than many a section.
 _signal: Any = importlib.import_module("_signal")
+_get_handler, _set_handler = _signal.getsignal, _signal.signal
 
 _get_ident = threading.get_ident
 _NUMBER = int(SIGINT)
@@ -51,31 +52,38 @@ class Deferral:
         if _get_ident() != self._main:
             return False
         if not self.depth:
-            handler = _signal.getsignal(_NUMBER)
+            handler = _get_handler(_NUMBER)
             if handler is not _hold and callable(handler):
                 self._pending = False
                 self._previous = handler
-                _signal.signal(_NUMBER, _hold)
+                _set_handler(_NUMBER, _hold)
         self.depth += 1
         return True
 
     def end(self) -> None:
         """A section has ended and holds nothing any more. Raises what the handler raises for a signal that came."""
         if _get_ident() == self._main:
-            self.back_to(self.depth - 1)
+            if self.depth > 1:
+                self.depth -= 1
+            else:
+                self._end_last()
 
     def back_to(self, depth: int) -> None:
         """As :meth:`end`, of all sections but the outermost ``depth``."""
-        if _get_ident() != self._main:
-            return
-        self.depth = max(depth, 0)
-        if self.depth:
-            return
+        if _get_ident() == self._main:
+            if depth > 0:
+                self.depth = depth
+            else:
+                self._end_last()
+
+    def _end_last(self) -> None:
+        self.depth = 0
         previous, self._previous = self._previous, None  # from here on receive() takes note
         if previous is None:
             return
-        if _signal.getsignal(_NUMBER) is _hold:
-            _signal.signal(_NUMBER, previous)
+        replaced = _set_handler(_NUMBER, previous)
+        if replaced is not _hold:  # somebody's, from inside the section
+            _set_handler(_NUMBER, replaced)
         if self._pending:
             self._pending = False
             previous(_NUMBER, sys._getframe())
@@ -122,8 +130,8 @@ class Deferral:
         self.depth, self._pending, self._waiting = 0, False, False
         if self._previous is not None:
             previous, self._previous = self._previous, None
-            if _signal.getsignal(_NUMBER) is _hold:
-                _signal.signal(_NUMBER, previous)
+            if _get_handler(_NUMBER) is _hold:
+                _set_handler(_NUMBER, previous)
 
 
 #: Entered, it is a section that holds nothing yet.

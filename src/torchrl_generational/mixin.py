@@ -420,12 +420,13 @@ class Section:
                     break
                 held = lock.release()
             storage = buffer.__dict__.get("_storage")
-            if not getattr(storage, "initialized", True) and isinstance(storage, SharableStorage):
-                storage.join()
-            generations = getattr(storage, "slot_generations", None)
-            if generations is not None and generations.opened is None:
-                self.outermost = generations
-                generations.opened = []
+            if storage is not None:
+                if not getattr(storage, "initialized", True) and isinstance(storage, SharableStorage):
+                    storage.join()
+                generations = getattr(storage, "slot_generations", None)
+                if generations is not None and generations.opened is None:
+                    self.outermost = generations
+                    generations.opened = []
             self.lock = lock
         except BaseException:
             if self.outermost is not None:
