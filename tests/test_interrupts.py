@@ -86,6 +86,8 @@ def checked(kind: str, act: Any, tmp_path: Any, *, new_leaf: Any, updates: bool 
             if where is None:
                 break
             found = [] if not any(held.values()) else ["the kernel's lock is taken"]
+        if act is REPLACEMENTS["empty"] and not (len(rb) == 0 or Snapshot(rb).slots() == before.slots()):
+            found.append("some parts are empty")
         found += faults_after(rb, before, new_leaf(rb), updates=updates)
         if not any("lock" in fault for fault in found):
             found += faults_of_use(rb, with_priority)
