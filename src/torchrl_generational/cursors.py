@@ -15,7 +15,9 @@ __all__ = ["advanced", "is_plain", "plain_cursor", "region", "rows_named"]
 
 def is_plain(cursor: Any) -> bool:
     """Whether :func:`plain_cursor` has nothing to do: of the cursors that writers use, and of slices."""
-    return type(cursor) in (int, slice) or (isinstance(cursor, torch.Tensor) and cursor.dtype is torch.int64)
+    if type(cursor) is slice:
+        return type(cursor.step) is not int or cursor.step > 0
+    return type(cursor) is int or (isinstance(cursor, torch.Tensor) and cursor.dtype is torch.int64)
 
 
 def plain_cursor(cursor: Any, size: int | None = None) -> Any:
@@ -35,6 +37,10 @@ def plain_cursor(cursor: Any, size: int | None = None) -> Any:
         if len(cursor) == 1:
             return plain_cursor(cursor[0], size)
         return tuple(plain_cursor(part) for part in cursor)
+    if isinstance(cursor, slice) and cursor.step is not None and cursor.step < 0:
+        raise ValueError(
+            f"{cursor} runs backwards, which torch cannot. Nothing was written. Name the rows in a tensor."
+        )
     if cursor is None or cursor is Ellipsis or isinstance(cursor, slice):
         return cursor
     if isinstance(cursor, bool | np.bool_):

@@ -142,7 +142,8 @@ class LoadedRecords:
                 check_pytree(storage, metadata)
         with _scratch(storage) as discard, stand_in(storage) as twin, _loading(discard, f"{folder}"):
             twin._checkpointer.loads(twin, folder)
-            take_objects(twin._storage, folder)
+            if plain:  # other layouts keep numbers of their own there
+                take_objects(twin._storage, folder)
             length = twin._len
             check_records(storage, twin._storage, length)
             if storage.initialized:

@@ -140,8 +140,8 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
                 f"{type(self).__name__} expects data to be a tensor collection with entries to rank, a tensordict, "
                 f"got {type(data).__name__}."
             )
-        shape = data.shape if shape is None else shape
-        if len(data.shape) > 1 or data.shape != shape:
+        single, shape = shape is not None, data.shape if shape is None else shape
+        if not (single or data.shape) or len(data.shape) > 1 or data.shape != shape:
             raise RuntimeError(
                 f"{type(self).__name__} writes records of batch size {tuple(shape)[:1]}, got {tuple(data.shape)}. "
                 "Flatten the data, or store trajectories as records."

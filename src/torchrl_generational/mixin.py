@@ -300,7 +300,7 @@ class GenerationalReplayBufferMixin(
                 if isinstance(storage, SharableStorage):
                     storage._wrote()
             else:
-                num_rows = storage.slot_generations.num_rows
+                num_rows = storage.generations.shape[0]
                 index = plain_cursor(index, num_rows)
                 rows = as_rows(rows_written(index if self.dim_extend == 0 else slice(None), num_rows), num_rows)
                 super().__setitem__(index, value)

@@ -35,8 +35,8 @@ def check_records(storage: Any, saved: Any, length: int) -> None:
     own = leaves_of(storage._storage) if storage.initialized else {}
     room = max(storage.max_size, storage.generations.numel())
     found = leaves_of(saved, like=storage._storage if storage.initialized else None)
-    extra = found.keys() - own.keys() if own else set()
-    if own and (own.keys() - found.keys() or extra):
+    # TorchRL's writers add "index" to what they write, and every sample has that of its own slot in its place
+    if own and (own.keys() ^ found.keys()) - {"index"}:
         raise ValueError(
             f"The checkpoint holds the entries {sorted(found)} but this storage {sorted(own)}. Nothing was loaded. "
             "Load it into a buffer like the one that it was saved from."

@@ -29,7 +29,7 @@ from torchrl_generational.copies import check_moment
 from torchrl_generational.cursors import advanced, is_plain, plain_cursor
 from torchrl_generational.generations import ReadyStamps, SlotGenerations
 from torchrl_generational.incoming import last_of_each, names_rows, refuse_varying_objects, select, without_handles
-from torchrl_generational.indexing import as_count, as_rows, rows_written
+from torchrl_generational.indexing import as_count, as_rows, leading_shape, rows_written
 from torchrl_generational.kept import refuse_lost_in_files, refuse_lost_in_state
 from torchrl_generational.loaded import METADATA, NEVER_WRITTEN_MARK, LoadedRecords
 from torchrl_generational.locks import StorageLock
@@ -157,6 +157,11 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         if isinstance(rows, torch.Tensor) and isinstance(cursor, torch.Tensor) and cursor.shape == rows.shape:
             keep = last_of_each(rows, num_rows)
             if keep is not None:
+                came = len(data) if isinstance(data, list) else (*leading_shape(data), 0)[0]
+                if came != rows.numel():
+                    raise RuntimeError(
+                        f"Got {came} records for {rows.numel()} rows. Nothing was written. Pass one per row."
+                    )
                 cursor, data, written = cursor[keep], select(data, keep), rows[keep]
         pairs = records.matched(self._storage, data, written) if known and names_rows(cursor) else None
         if pairs is None:

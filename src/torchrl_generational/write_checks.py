@@ -99,6 +99,13 @@ def check_write(storage: Any, stored: Any, cursor: Any, data: Any, *, exact: boo
             "predecessors left there. Nothing was written. Give every record the entries of the first one, or change "
             "fields of records with update_if_present or set_at_."
         )
+    for path in write.extra if stored is storage._storage and not stored.is_locked else ():
+        entry = data.get(path if len(path) > 1 else path[0], None)
+        if _is_only_for_first_records(entry):
+            raise TypeError(
+                f"The entry {_name(path)} is new, and a {type(entry).__name__}, of which the records that are there "
+                "cannot be given one. Nothing was written. Give it to the first record, or store a tensor."
+            )
     if write.extra and (stored.is_locked or stored is not storage._storage or isinstance(data, LazyStackedTensorDict)):
         data = _without(storage, stored, data, write)
     return data
@@ -132,6 +139,13 @@ def check_first(cursor: Any, data: Any, rows: int) -> Any:
     return tree_map(lambda leaf: leaf.expand(rows, *leaf.shape), first)
 
 
+def _is_only_for_first_records(entry: Any) -> bool:
+    """Whether tensordict cannot make an entry like this one for records that are there already."""
+    if is_non_tensor(entry) or isinstance(entry, LazyStackedTensorDict) or getattr(entry, "is_nested", False):
+        return True
+    return is_tensor_collection(entry) and any(map(_is_only_for_first_records, entry.values()))
+
+
 def check_fields(stored: Any, cursor: Any, fields: Any) -> None:
     """Refuses changes of fields of which one does not fit, before the first field changes.
 
@@ -145,7 +159,13 @@ def check_fields(stored: Any, cursor: Any, fields: Any) -> None:
         RuntimeError, TypeError: as :func:`check_write`.
     """
     write = _Write(cursor, advanced(cursor), partial=True)
-    write.ndim, write.lead = len(stored.batch_size), region(cursor, stored.batch_size)
+    if isinstance(cursor, int):
+        cursor = torch.tensor([cursor], device="cpu")
+    if isinstance(cursor, torch.Tensor) and cursor.dtype != torch.bool and cursor.numel():
+        low, high, size = int(cursor.min()), int(cursor.max()), stored.batch_size[0]
+        if low < -size or high >= size:
+            raise IndexError(f"index spans {low} to {high}, and there are {size} records. Nothing was changed.")
+    write.ndim, write.lead = len(stored.batch_size), region(write.cursor, stored.batch_size)
     for key, value in fields:
         path = _path(key)
         old = stored.get(path, None)
