@@ -110,3 +110,13 @@ def test_a_buffer_that_was_loaded_from_a_compact_layout_goes_on(kind, tmp_path):
     source.loads(tmp_path)
     source.extend(steps(3, 50))
     assert target[:]["observation"].tolist() == source[:]["observation"].tolist()
+
+
+def test_a_writer_without_a_storage_takes_over_the_ranking_that_was_saved(tmp_path):
+    writer = g.GenerationalTensorDictMaxValueWriter(rank_key="v")
+    rb = g.GenerationalTensorDictReplayBuffer(storage=g.GenerationalLazyTensorStorage(4), batch_size=4, writer=writer)
+    rb.extend(TensorDict({"v": torch.tensor([1.0, 2, 3, 4])}, [4]))
+    writer.dumps(tmp_path)
+    other = g.GenerationalTensorDictMaxValueWriter(rank_key="v")
+    other.loads(tmp_path)
+    assert sorted(other._current_top_values) == sorted(writer._current_top_values)

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter
 
 from torchrl_generational.counters import SharedCounter
 from torchrl_generational.devices import as_tensor
+from torchrl_generational.metadata import reading
 from torchrl_generational.protocols import generations_on
 from torchrl_generational.restores import Plan, Saved, carry_out
 from torchrl_generational.stamps import NEVER_WRITTEN
@@ -245,7 +246,15 @@ class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: i
             ValueError: if it is not that of such a writer, does not fit, or is damaged; nothing has changed then.
         """
         self._refuse_write()
-        self._take(WriterState.of(self, Saved(folder=Path(path)), ranks=True))
+        state = WriterState.of(self, Saved(folder=Path(path)), ranks=True)
+        ranking = self._current_top_values
+        if self._storage is None:  # TorchRL's, which stands until there are records to make it of
+            reader = TensorDictMaxValueWriter(rank_key=self._rank_key)
+            with reading(Path(path)):
+                reader.loads(path)
+            ranking = reader._current_top_values
+        self._take(state)
+        self._current_top_values = ranking
 
     def _take(self, state: WriterState) -> None:
         """Takes over a state without the records that it was saved with."""
