@@ -118,7 +118,13 @@ def test_who_only_asks_does_not_keep_who_takes_it_out(tmp_path, monkeypatch):
     FolderLock(tmp_path).close()
     asking = os.open(tmp_path / IN_USE, os.O_RDONLY)
     folder_lock.fcntl.flock(asking, folder_lock.fcntl.LOCK_SH)
-    monkeypatch.setattr(folder_lock.time, "sleep", lambda _: os.close(asking))
+    closed: list[None] = []
+
+    def sleep(_: float) -> None:
+        if not closed:  # other threads sleep too
+            closed.append(os.close(asking))
+
+    monkeypatch.setattr(folder_lock.time, "sleep", sleep)
     FolderLock(tmp_path).close()
 
 

@@ -273,7 +273,8 @@ def test_whoever_waits_for_very_long_is_told_which_process_holds_the_lock(monkey
 
         def tell(message: str, *args: object, **kwargs: object) -> None:
             told.append(message)
-            child.kill()
+            if len(told) == 1:  # the watch of an earlier test may look as well
+                child.kill()
 
         monkeypatch.setattr(process_locks.warnings, "warn", tell)
         monkeypatch.setattr(process_locks, "_LONG", 0.04)
