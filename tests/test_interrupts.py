@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -263,7 +265,7 @@ def test_ctrl_c_ends_the_wait_for_a_section_that_another_thread_holds(actors):
     with pytest.raises(KeyboardInterrupt):
         rb.extend(with_priority(1, NEW))
     sender.join()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert_ctrl_c_is_pythons()
     actors.other(rb.storage.lock.release)
     assert free_for_others(rb.storage.lock._threads)
     assert rb.storage.generations.tolist() == [0] * CAPACITY
@@ -289,24 +291,107 @@ def test_ctrl_c_ends_the_wait_for_a_section_that_another_process_holds():
     rb.extend(with_priority(1, NEW))
 
 
-def test_ctrl_c_inside_a_section_is_raised_at_its_end_and_the_handler_of_before_is_back():
-    rb, calls = build("plain"), []
-    handler = signal.getsignal(signal.SIGINT)
+def assert_ctrl_c_is_pythons() -> None:
+    """Between sections a signal raises, where it comes, what Python raises, and nothing of ours is in the traceback."""
+    with pytest.raises(KeyboardInterrupt) as raised:
+        signal.raise_signal(signal.SIGINT)
+    assert {Path(entry.path).name for entry in raised.traceback} <= {"test_interrupts.py"}
+
+
+def test_ctrl_c_inside_a_section_is_raised_at_its_end():
+    rb = interrupted_in_its_next_write(build("plain"))
+    with pytest.raises(KeyboardInterrupt):
+        rb.extend(with_priority(3, NEW))
+    assert rb.storage.generations.tolist() == [1] * 3 + [0] * 5  # it was written, all of it
+    assert rb[:3]["x"].tolist() == [NEW, NEW + 1, NEW + 2]
+    assert deferral.depth == 0
+    assert_ctrl_c_is_pythons()
+
+
+def interrupted_in_its_next_write(rb: Any) -> Any:
     reach = rb.storage.reach
 
     def interrupted_there(rows: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         reach(rows)
-        calls.append(signal.getsignal(signal.SIGINT))
 
     rb.storage.reach = interrupted_there
-    with pytest.raises(KeyboardInterrupt):
+    return rb
+
+
+@contextlib.contextmanager
+def handling(handler: Any) -> Iterator[Any]:
+    """That is the process's handler meanwhile, put there as programs do it. Gives the one of before."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield before
+    finally:
+        assert signal.getsignal(signal.SIGINT) == handler
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_handler_of_somebody_is_called_at_the_end_of_a_section_and_is_back_after_it(used_before):
+    rb, calls = build("plain"), []
+    if used_before:
+        rb.extend(with_priority(1, NEW))
+    interrupted_in_its_next_write(rb)
+    with handling(lambda number, frame: calls.append(rb.storage.lock._depth)):
         rb.extend(with_priority(3, NEW))
-    assert calls != [handler]
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert rb.storage.generations.tolist() == [1] * 3 + [0] * 5  # it was written, all of it
-    assert rb[:3]["x"].tolist() == [NEW, NEW + 1, NEW + 2]
+        signal.raise_signal(signal.SIGINT)
+    assert calls == [0, 0]  # the first waited, the second did not
+    rb.sample()
+    assert_ctrl_c_is_pythons()
+    assert calls == [0, 0]
+
+
+def test_a_handler_of_somebody_may_call_the_one_of_before():
+    rb = build("plain")
+    rb.extend(with_priority(1, NEW))
+    interrupted_in_its_next_write(rb)
+    before: Any = None
+    with handling(lambda number, frame: before(number, frame)) as before:
+        with pytest.raises(KeyboardInterrupt):
+            rb.extend(with_priority(3, NEW))
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert free_for_others(rb.storage.lock._threads)
+    assert_ctrl_c_is_pythons()
+
+
+def test_a_handler_that_raises_leaves_the_buffer_free_and_stays():
+    rb = interrupted_in_its_next_write(build("plain"))
+
+    class Stop(Exception):
+        pass
+
+    def stop(number: int, frame: Any) -> None:
+        raise Stop
+
+    with handling(stop):
+        for _ in range(2):
+            with pytest.raises(Stop):
+                rb.extend(with_priority(3, NEW))
+    assert free_for_others(rb.storage.lock._threads)
     assert deferral.depth == 0
+
+
+def test_a_handler_that_is_exchanged_inside_a_section_stays():
+    rb, calls = build("plain"), []
+    reach = rb.storage.reach
+
+    def exchanged_there(rows: Any) -> None:
+        signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
+        reach(rows)
+
+    rb.storage.reach = exchanged_there
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        rb.extend(with_priority(3, NEW))
+        signal.raise_signal(signal.SIGINT)
+        assert calls == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_handler_that_is_no_python_function_is_left_alone():

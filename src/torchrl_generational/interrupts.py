@@ -1,8 +1,8 @@
 """Ctrl-C waits for the end of a section: whoever interrupts a notebook cell goes on with the buffer afterwards.
 
 Python raises ``KeyboardInterrupt`` in the main thread between any two instructions, also between taking a lock and
-entering the block that gives it back. So while the main thread is inside a section, another handler notes the signal,
-and the one of before is called when the section ends. Whoever *waits* for a section can be interrupted as ever.
+entering the block that gives it back. So while the main thread is inside a section, the handler notes the signal, and
+what it does at other times is done when the section ends. Whoever *waits* for a section can be interrupted as ever.
 
 Only SIGINT, only in the main thread, and only where its handler is one of Python's. Handlers of other signals that
 raise are met by what every section does about exceptions.
@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from signal import SIGINT
+from signal import SIGINT, default_int_handler
 from typing import Any
 
 __all__ = ["deferral", "run_through"]
@@ -29,8 +29,23 @@ _get_ident = threading.get_ident
 _NUMBER = int(SIGINT)
 
 
+class Handler:
+    """A handler that does what was last put into it, without a frame of its own in the traceback of that."""
+
+    __slots__ = ("__call__",)
+
+    def __init__(self, do: Callable[[int, Any], Any]) -> None:
+        self.__call__ = do
+
+
+# To change the handler of the process takes a system call, and to do so twice takes longer than many a section. So one
+# stays where it has come into the place of Python's, and does the same. The other stands in for somebody else's, for
+# one section, and Python's own functions are told apart from all others by `_otherwise`.
+_resident, _stand_in = Handler(default_int_handler), Handler(default_int_handler)
+
+
 class Deferral:
-    """Whether the main thread is inside sections, and the handler to call when it has left the last one.
+    """Whether the main thread is inside sections, and what to do about a signal when it has left the last one.
 
     Everything here belongs to the main thread; other threads find nothing to do.
 
@@ -38,14 +53,13 @@ class Deferral:
         depth: how many sections the main thread is in.
     """
 
-    __slots__ = ("_main", "_pending", "_previous", "_waiting", "depth")
+    __slots__ = ("_main", "_otherwise", "_pending", "depth")
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
         self.depth = 0
         self._pending = False  # whether a signal came meanwhile
-        self._waiting = False  # whether this section is not entered yet, so that signals go through
-        self._previous: Callable[[int, Any], Any] | None = None
+        self._otherwise: Callable[[int, Any], Any] = default_int_handler  # what it does outside of sections
 
     def begin(self) -> bool:
         """A section begins. Returns whether signals are deferred, which they are in the main thread only."""
@@ -53,10 +67,16 @@ class Deferral:
             return False
         if not self.depth:
             handler = _get_handler(_NUMBER)
-            if handler is not _hold and callable(handler):
-                self._pending = False
-                self._previous = handler
-                _set_handler(_NUMBER, _hold)
+            self._pending = False
+            if handler is _resident or handler is default_int_handler:
+                self._otherwise = default_int_handler
+                if handler is not _resident:
+                    _set_handler(_NUMBER, _resident)
+                _resident.__call__ = self._note
+            elif callable(handler):
+                self._otherwise = handler
+                _stand_in.__call__ = self._note
+                _set_handler(_NUMBER, _stand_in)
         self.depth += 1
         return True
 
@@ -78,15 +98,20 @@ class Deferral:
 
     def _end_last(self) -> None:
         self.depth = 0
-        previous, self._previous = self._previous, None  # from here on receive() takes note
-        if previous is None:
-            return
-        replaced = _set_handler(_NUMBER, previous)
-        if replaced is not _hold:  # somebody's, from inside the section
-            _set_handler(_NUMBER, replaced)
+        otherwise = self._otherwise
+        if otherwise is default_int_handler:
+            _resident.__call__ = otherwise
+        else:
+            self._put_back(otherwise)
         if self._pending:
             self._pending = False
-            previous(_NUMBER, sys._getframe())
+            otherwise(_NUMBER, sys._getframe())
+
+    def _put_back(self, otherwise: Callable[[int, Any], Any]) -> None:
+        replaced = _set_handler(_NUMBER, otherwise)
+        if replaced is not _stand_in:  # somebody's, from inside the section
+            _set_handler(_NUMBER, replaced)
+        self._otherwise = default_int_handler
 
     def __enter__(self) -> None:
         self.begin()
@@ -96,24 +121,24 @@ class Deferral:
 
     def check(self) -> None:
         """Raises what the handler raises, if a signal came: for a section that is still waited for."""
-        if self._pending and self._previous is not None and _get_ident() == self._main:
+        if self._pending and _get_ident() == self._main:
             self._pending = False
-            self._previous(_NUMBER, sys._getframe())
+            self._otherwise(_NUMBER, sys._getframe())
 
     def waiting(self, waits: bool) -> None:
         """Lets signals through while the main thread waits for what a section needs, in a call that they end."""
-        if _get_ident() == self._main:
-            self._waiting = waits
+        if self.depth and _get_ident() == self._main:
+            handler = _resident if self._otherwise is default_int_handler else _stand_in
+            handler.__call__ = self._otherwise if waits else self._note
             if waits:
                 self.check()
 
-    def receive(self, number: int, frame: Any) -> None:
-        """A signal came: between the first and the last step of a section, or just before or after."""
-        previous = self._previous
-        if previous is None or (self.depth and not self._waiting):
+    def _note(self, number: int, frame: Any) -> None:
+        """A signal came inside a section, or in the last step out of it."""
+        if self.depth or self._otherwise is not default_int_handler:
             self._pending = True
         else:
-            previous(number, frame)
+            default_int_handler(number, frame)
 
     @contextlib.contextmanager
     def let_through(self) -> Iterator[None]:
@@ -127,19 +152,12 @@ class Deferral:
     def renew(self) -> None:
         """In a forked child: the thread that forked is the main thread, and inside no section that it could leave."""
         self._main = _get_ident()
-        self.depth, self._pending, self._waiting = 0, False, False
-        if self._previous is not None:
-            previous, self._previous = self._previous, None
-            if _get_handler(_NUMBER) is _hold:
-                _set_handler(_NUMBER, previous)
+        self._pending = False
+        self._end_last()
 
 
 #: Entered, it is a section that holds nothing yet.
 deferral = Deferral()
-
-
-def _hold(number: int, frame: Any) -> None:
-    deferral.receive(number, frame)
 
 
 if hasattr(os, "register_at_fork"):

@@ -20,6 +20,7 @@ from torchrl_generational.write_access import Maker, refuse_sent
 
 __all__ = ["Interruptible", "StorageLock"]
 
+_get_ident = threading.get_ident
 _PATIENCE = 0.1  # seconds until a main thread that waits looks whether it was interrupted
 
 
@@ -43,7 +44,7 @@ class StorageLock:
         ...     pass
     """
 
-    __slots__ = ("__weakref__", "_depth", "_held", "_processes", "_threads", "elsewhere", "maker", "order")
+    __slots__ = ("__weakref__", "_depth", "_held", "_owner", "_processes", "_threads", "elsewhere", "maker", "order")
 
     def __init__(self) -> None:
         self._processes: Any = None  # the process lock once shared; guarded by _threads
@@ -62,7 +63,8 @@ class StorageLock:
     def renew(self) -> None:
         """Makes the lock one that no thread of this process holds: for a forked child, which has one thread."""
         self._threads = threading.RLock()
-        self._depth = 0  # entries of the owning thread; guarded by _threads
+        self._owner = 0  # the thread that holds it: only that one finds itself here; guarded by _threads
+        self._depth = 0  # its entries; guarded by _threads
         self._held: Any = None  # the process lock taken at depth 1; guarded by _threads
 
     @property
@@ -88,25 +90,34 @@ class StorageLock:
         Whatever is raised here leaves nothing taken. One line takes a lock and says so, so that an exception finds
         either both or none.
         """
-        before, taken, level, processes = deferral.depth, False, -1, None
+        if self._owner != _get_ident():
+            return self._acquire_first()
+        level = self._depth
         try:
-            taken = self._threads.acquire(blocking=not deferral.begin())
+            self._depth = level + 1
+            return self._depth > 1  # True, but no constant: Python would leave the try before it returns one
+        except BaseException:
+            self._depth = level
+            raise
+
+    def _acquire_first(self) -> bool:
+        before, taken, processes = deferral.depth, False, None
+        try:
+            taken = self._threads.acquire(not deferral.begin())
             while not taken:
                 deferral.check()
                 taken = self._threads.acquire(timeout=_PATIENCE)
-            level = self._depth
-            if level == 0 and self._processes is not None:
+            if self._processes is not None:
                 processes = self._processes.acquire()
                 self._held = processes
-            self._depth = level + 1
-            return self._depth > 0  # True, but no constant: Python would leave the try before it returns one
+            self._owner, self._depth = _get_ident(), 1
+            return self._depth > 0
         except BaseException:
             if processes is not None:
                 self._held = None
                 processes.release()
-            if level >= 0:
-                self._depth = level
             if taken:
+                self._owner, self._depth = 0, 0
                 self._threads.release()
             deferral.back_to(before)
             raise
@@ -115,17 +126,20 @@ class StorageLock:
         """Undoes one :meth:`acquire` of this thread.
 
         Raises:
-            RuntimeError: if this process does not hold it, as a child that was forked in the middle of a section.
+            RuntimeError: if this thread does not hold it, as in a child that was forked in the middle of a section.
         """
-        if not self._depth:
-            raise RuntimeError("This process does not hold the lock: a forked child holds nothing of its parent's.")
-        held = self._held if self._depth == 1 else None
+        if self._owner != _get_ident():
+            raise RuntimeError("This thread does not hold the lock: a forked child holds nothing of its parent's.")
+        if self._depth > 1:
+            self._depth -= 1
+            return
+        held = self._held
         try:
             if held is not None:
                 self._held = None
                 held.release()
         finally:
-            self._depth -= 1
+            self._owner, self._depth = 0, 0
             self._threads.release()
             deferral.end()
 

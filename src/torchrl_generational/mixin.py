@@ -120,9 +120,7 @@ class GenerationalReplayBufferMixin(
 
     @property
     def _replay_lock(self) -> Any:
-        # Neither a buffer with delayed_init nor a copy that is being unpickled has a complete storage.
-        own = self.__dict__["_replay_lock"]
-        return getattr(self.__dict__.get("_storage"), "lock", own)
+        return _lock_of(self.__dict__)
 
     @_replay_lock.setter
     def _replay_lock(self, lock: Any) -> None:
@@ -410,16 +408,16 @@ class Section:
         self.outermost: Any = None  # the stamps, if this is the outermost section of their storage
 
     def __enter__(self) -> None:
-        buffer, held = self.buffer, False
+        fields, held = self.buffer.__dict__, False
         lock: Any = None
         try:
             while True:
-                lock = buffer._replay_lock
+                lock = _lock_of(fields)
                 held = lock.acquire()
-                if lock is buffer._replay_lock:
+                if lock is _lock_of(fields):
                     break
                 held = lock.release()
-            storage = buffer.__dict__.get("_storage")
+            storage = fields.get("_storage")
             if storage is not None:
                 if not getattr(storage, "initialized", True) and isinstance(storage, SharableStorage):
                     storage.join()
@@ -453,6 +451,14 @@ class Section:
         generations: Any = getattr(storage, "slot_generations", None)
         for rows in () if generations is None else generations.opened or ():
             getattr(storage, "abandon", generations.abandon)(rows)
+
+
+def _lock_of(fields: dict[str, Any]) -> Any:
+    """The lock of the buffer that has these fields."""
+    try:
+        return fields["_storage"].lock
+    except (KeyError, AttributeError):  # neither with delayed_init nor while it is being unpickled is there a storage
+        return fields["_replay_lock"]
 
 
 def on_device_of(index: Any, storage: Any) -> Any:
