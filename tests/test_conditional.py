@@ -479,6 +479,24 @@ def test_coordinates_and_rows_patch_several_dimensions():
     assert rb.storage._storage["x"].tolist() == [[0, 50, 2], [1, 1, 1], [6, 7, 60], [2, 2, 2]]
 
 
+@pytest.mark.parametrize(
+    "nested",
+    [torch.ones(2), {"a": torch.ones(2)}, TensorDict({"a": torch.ones(2)}, [2]), TensorDict({"z": torch.ones(2)}, [2])],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_patch_of_a_nested_entry_as_a_whole_is_refused_before_other_fields_change(nested):
+    rb = prioritized()
+    rb.extend(records(8, o=TensorDict({"a": torch.zeros(8), "b": torch.zeros(8, 3)}, [8])))
+    before = rb[:].clone()
+    with pytest.raises(ValueError, match=r"patch key 'o' names a nested entry.*Name each of its fields"):
+        rb.update_if_present(index=[1, 2], generation=[0, 0], patch={"x": torch.tensor([70, 71]), "o": nested})
+    assert (rb[:] == before).all()
+    fields = {"x": torch.tensor([70, 71]), ("o", "a"): torch.ones(2)}
+    for patch in (fields, TensorDict(fields, [2])):
+        assert rb.update_if_present(index=[1, 2], generation=[0, 0], patch=patch).num_updated == 2
+    assert rb[:]["o", "a"].tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
+
+
 def test_stored_trajectories_are_patched_as_one_record():
     rb = prioritized(4, batch_size=4)
     rb.extend(TensorDict({"x": torch.zeros(4, 3)}, [4, 3]))

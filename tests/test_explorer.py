@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, T
 from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter
 
 import torchrl_generational as g
-from torchrl_generational import SlotGenerations
+from torchrl_generational import SlotGenerations, mixin
 from torchrl_generational.indexing import as_rows, rows_written
 from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.storages import GenerationalStorageMixin
@@ -167,21 +167,18 @@ def first_priority_in_a_second_section(patch):
 
 
 def siblings_without_a_common_lock(patch):
-    def own(self):
-        if self.__dict__.get("_storage") is None:
-            return self.__dict__["_replay_lock"]
-        if "_own_lock" not in self.__dict__:
-            known = getattr(self.storage.lock, "_sequencer", None)
+    def own(fields):
+        storage = fields.get("_storage")
+        if storage is None:
+            return fields["_replay_lock"]
+        if "_own_lock" not in fields:
+            known = getattr(storage.lock, "_sequencer", None)
             if known is None:
-                return self.storage.lock
-            self.__dict__["_own_lock"] = known.lock()
-        return self.__dict__["_own_lock"]
+                return storage.lock
+            fields["_own_lock"] = known.lock()
+        return fields["_own_lock"]
 
-    patch.setattr(
-        GenerationalReplayBufferMixin,
-        "_replay_lock",
-        property(own, lambda self, lock: vars(self).update(_replay_lock=lock)),
-    )
+    patch.setattr(mixin, "_lock_of", own)
     return scene({"learner": LEARNER, "writer": [("extend", 2, 1)]}, count=2)
 
 

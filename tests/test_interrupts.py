@@ -349,8 +349,9 @@ def test_a_handler_of_somebody_may_call_the_one_of_before():
     rb = build("plain")
     rb.extend(with_priority(1, NEW))
     interrupted_in_its_next_write(rb)
-    before: Any = None
-    with handling(lambda number, frame: before(number, frame)) as before:
+    befores: list[Any] = []
+    with handling(lambda number, frame: befores[0](number, frame)) as before:
+        befores.append(before)
         with pytest.raises(KeyboardInterrupt):
             rb.extend(with_priority(3, NEW))
         with pytest.raises(KeyboardInterrupt):
@@ -362,15 +363,15 @@ def test_a_handler_of_somebody_may_call_the_one_of_before():
 def test_a_handler_that_raises_leaves_the_buffer_free_and_stays():
     rb = interrupted_in_its_next_write(build("plain"))
 
-    class Stop(Exception):
+    class StopError(Exception):
         pass
 
     def stop(number: int, frame: Any) -> None:
-        raise Stop
+        raise StopError
 
     with handling(stop):
         for _ in range(2):
-            with pytest.raises(Stop):
+            with pytest.raises(StopError):
                 rb.extend(with_priority(3, NEW))
     assert free_for_others(rb.storage.lock._threads)
     assert deferral.depth == 0

@@ -17,6 +17,7 @@ import torch
 from support import TIMEOUT, announce_blocked, records, until_blocked_or_done
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 import torchrl_generational as g
@@ -102,6 +103,21 @@ ACTS: dict[str, Act] = {
     "read_all_in_order": lambda rb, info, td, path: rb.read_all_in_order(),
 }
 
+# those of TorchRL after 0.14
+LATER_ACTS: dict[str, Act] = {
+    "export": lambda rb, info, td, path: rb.export(Exporter()),
+    "wait_until_sampleable": lambda rb, info, td, path: rb.wait_until_sampleable(4),
+}
+ACTS |= {name: act for name, act in LATER_ACTS.items() if hasattr(ReplayBuffer, name)}
+
+
+class Exporter:
+    """What TorchRL's ``export`` takes."""
+
+    def to_external(self, dataset: Any) -> list[Any]:
+        return [dataset[number] for number in range(len(dataset))]
+
+
 # name -> why it cannot change storage, sampler, writer or queue of a buffer in use
 HARMLESS = {
     **dict.fromkeys(["append_transform", "insert_transform", "transform"], "only the chain of transforms"),
@@ -117,6 +133,7 @@ HARMLESS = {
     "synchronize": "waits for the queue; the futures lock guards it",
     **dict.fromkeys(["__init__", "__setstate__", "__init_subclass__", "__del__"], "no other thread has the buffer"),
     "__len__": "one number of the storage",
+    **{name: "makes a view that samples" for name in ["as_dataset"] if hasattr(ReplayBuffer, name)},
     "__repr__": "for people",
     **dict.fromkeys(["__subclasshook__", "__class_getitem__"], "the class only"),
 }
@@ -257,6 +274,7 @@ class Tree:
 
 
 READS = {
+    *LATER_ACTS,
     "can_sample",
     "query",
     "read_all_in_order",

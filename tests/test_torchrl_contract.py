@@ -358,3 +358,47 @@ def test_multiprocessing_says_when_it_pickles_for_a_process_that_it_starts():
 
     relies(get_spawning_popen() is None, "get_spawning_popen of multiprocessing", "process_locks")
     relies(callable(DupFd), "DupFd of multiprocessing", "process_locks")
+
+
+def test_torch_says_of_a_thread_whether_it_compiles_and_which_modes_it_is_in():
+    callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    relies(callback is not None, "get_eval_frame_callback (of torch)", "tracing")
+    relies(callback() in (None, False), "a callback of None or False outside of compiled code", "tracing")
+    modes = getattr(torch._C, "_len_torch_function_stack", None)
+    relies(modes is not None, "_len_torch_function_stack (of torch)", "devices")
+    before = modes()
+    with torch.device("meta"):
+        relies(modes() == before + 1, "a mode for a default device", "devices")
+
+
+def test_python_lets_an_object_of_slots_be_a_signal_handler_without_a_frame():
+    import _signal
+    import signal
+
+    relies(_signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGINT), "_signal (of Python)", "interrupts")
+
+    class Handler:
+        __slots__ = ("__call__",)
+
+    handler = Handler()
+    handler.__call__ = signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt) as raised:
+        handler(signal.SIGINT, None)
+    relies(len(raised.traceback) == 1, "calls through a slot (of Python)", "interrupts")
+
+
+def test_tensordict_writes_the_metadata_of_objects_by_the_function_used_here():
+    from tensordict import utils
+
+    relies(callable(getattr(utils, "_json_dumps", None)), "utils._json_dumps (of tensordict)", "kept")
+
+
+@pytest.mark.skipif(not hasattr(ReplayBuffer, "wait_until_sampleable"), reason="this TorchRL has no waiters")
+def test_waiters_wait_on_the_condition_and_samples_are_counted_under_the_names_used_here():
+    names = ["_notify_replay_state_change", "_increment_counter", "_set_counter", "_counter_value"]
+    for name in names:
+        relies(hasattr(ReplayBuffer, name), f"ReplayBuffer.{name}", "waiters")
+    rb = ReplayBuffer(storage=LazyTensorStorage(2))
+    fields = ["_readiness_condition", "_sample_call_count_value", "_sampled_item_count_value"]
+    for name in fields:
+        relies(name in vars(rb), f"a buffer's {name}", "waiters")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection
+from tensordict import is_non_tensor, is_tensor_collection
 from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
@@ -377,6 +377,11 @@ def _check_patch(storage: Any, patch: Any, shape: torch.Size, ndim: int) -> None
     """
     for key, value in patch.items(True, True) if is_tensor_collection(patch) else patch.items():
         stored = storage._storage.get(key, None) if is_tensor_collection(storage._storage) else None
+        if is_tensor_collection(stored) and not is_non_tensor(stored):
+            raise ValueError(
+                f"patch key {key!r} names a nested entry of the records. Nothing was updated. Name each of its fields, "
+                "as in patch={('nested', 'field'): values}, or pass a tensordict."
+            )
         if isinstance(stored, torch.Tensor):
             expected, came = (*shape, *stored.shape[ndim:]), np.shape(value)
             if [size for size in came if size != 1] != [size for size in expected if size != 1]:

@@ -28,12 +28,18 @@ from torchrl_generational.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.process_locks import renew_in_forked_children
 from torchrl_generational.processes import renew_after_fork
 from torchrl_generational.routed_writes import Routed
+from torchrl_generational.waiters import WakesWaiters
 from torchrl_generational.write_access import refuse_left_behind
 
 __all__ = ["GenerationalReplayBufferEnsemble"]
 
 
-class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, ReplayBufferEnsemble):  # type: ignore[misc]
+class GenerationalReplayBufferEnsemble(
+    WakesWaiters,
+    EnsembleCheckpoints,
+    EnsembleUpdates,
+    ReplayBufferEnsemble,  # type: ignore[misc]
+):
     """:class:`~torchrl.data.ReplayBufferEnsemble` whose samples carry handles, and which routes priorities back.
 
     A sample has three entries per row: ``("index", "buffer_ids")`` says which member the record is from,
@@ -220,14 +226,14 @@ class GenerationalReplayBufferEnsemble(EnsembleCheckpoints, EnsembleUpdates, Rep
 
     # ---------------------------------------------------------------- sampling
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    def sample(self, batch_size: int | None = None, return_info: bool = False, **waiting: Any) -> Any:
         """Draws a batch; see TorchRL's ``sample``. Prefetched draws that failed are drawn again."""
         self._ready()
         if self._prefetch:
             with self._futures_lock:
                 wait((*self._prefetch_queue,)[:1])  # the next one
                 self._drop_failed_batches()
-        return super().sample(batch_size, return_info)
+        return super().sample(batch_size, return_info, **waiting)
 
     @pin_memory_output  # type: ignore[untyped-decorator]
     def _sample(self, batch_size: int) -> tuple[Any, TensorDictBase]:

@@ -17,7 +17,7 @@ from tensordict import (
     is_tensorclass,
 )
 from tensordict.tensorclass import _is_json_serializable
-from tensordict.utils import json_dumps
+from tensordict.utils import _json_dumps
 from torch.utils._pytree import tree_flatten_with_path
 from torchrl.data.replay_buffers.checkpointers import H5StorageCheckpointer
 from torchrl.data.replay_buffers.utils import _path2str
@@ -138,7 +138,7 @@ def _comes_back(entry: NonTensorStack) -> bool:
     if not _is_json_serializable(objects):
         return True  # pickled
     try:
-        again = NonTensorStack._from_list(json.loads(json_dumps(objects)), device=None)
+        again = NonTensorStack._from_list(json.loads(_json_dumps(objects)), device=None)
     except (TypeError, ValueError, RecursionError):
         return False
     return again.batch_size == entry.batch_size and _is_same(again.tolist(), objects)

@@ -36,6 +36,7 @@ from torchrl_generational.processes import SharedByProcesses
 from torchrl_generational.same_width import assign
 from torchrl_generational.sharing import SharableStorage
 from torchrl_generational.tracing import is_traced, runs_in_compiled_code, untraced
+from torchrl_generational.waiters import WakesWaiters
 from torchrl_generational.whole import rows_drawn_together, whole_records
 from torchrl_generational.write_access import refuse_left_behind
 
@@ -51,7 +52,7 @@ _PLAIN_BUFFERS = (
 
 
 class GenerationalReplayBufferMixin(
-    SharedByProcesses, BufferParts, CheckedCheckpoints, ConditionalUpdates, FieldUpdates
+    WakesWaiters, SharedByProcesses, BufferParts, CheckedCheckpoints, ConditionalUpdates, FieldUpdates
 ):
     """Adds generations and conditional priority updates to a TorchRL buffer class; stands in front of it.
 
@@ -239,6 +240,7 @@ class GenerationalReplayBufferMixin(
             if self._storage.ndim == 1 and not self._is_consuming():
                 written = self._writer.add(data)
                 self._sampler.add(written)
+                self._notify_replay_state_change()
                 return written
             self._check_rounding(leading_shape(data)[: self._storage.ndim - 1])
             self._check_consumed(data, None)
@@ -261,6 +263,7 @@ class GenerationalReplayBufferMixin(
             if self._storage.ndim == 1 and not self._is_consuming():
                 written = self._writer.extend(data)
                 self._sampler.extend(written)
+                self._notify_replay_state_change()
                 return written
             shape = list(leading_shape(data)[: self._storage.ndim])
             if len(shape) > self.dim_extend:

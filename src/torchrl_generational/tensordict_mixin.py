@@ -109,6 +109,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             info["index"] = index
             data = select(storage._storage, index, leave_out=info)  # what the info replaces
         assert data is not None
+        self._count_sample(len(index))
         return attach(data, info), info
 
     def _samples_are_plain(self) -> bool:
