@@ -54,7 +54,8 @@ def build(kind: str, storage: str) -> Any:
 
 
 def state_of(rb: Any) -> Any:
-    return buffer_state(rb), rb.storage._mutation_revision, rb.stats()
+    stats = {name: number for name, number in rb.stats().items() if "sample" not in name}  # later TorchRL counts reads
+    return buffer_state(rb), rb.storage._mutation_revision, stats
 
 
 def refused(act: Callable[[], Any], name: str) -> None:

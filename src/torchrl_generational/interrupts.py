@@ -30,18 +30,21 @@ _NUMBER = int(SIGINT)
 
 
 class Handler:
-    """A handler that does what was last put into it, without a frame of its own in the traceback of that."""
+    """A handler that does what was last put into it, without a frame of its own in the traceback of that.
 
-    __slots__ = ("__call__",)
+    Attributes:
+        otherwise: what it does outside of sections, as the handler in whose place it is.
+    """
 
-    def __init__(self, do: Callable[[int, Any], Any]) -> None:
-        self.__call__ = do
+    __slots__ = ("__call__", "otherwise")
+
+    def __init__(self, otherwise: Callable[[int, Any], Any]) -> None:
+        self.otherwise = self.__call__ = otherwise
 
 
-# To change the handler of the process takes a system call, and to do so twice takes longer than many a section. So one
-# stays where it has come into the place of Python's, and does the same. The other stands in for somebody else's, for
-# one section, and Python's own functions are told apart from all others by `_otherwise`.
-_resident, _stand_in = Handler(default_int_handler), Handler(default_int_handler)
+# To change the handler of the process takes a system call, and to do so twice takes longer than many a section. So this
+# one stays where it has come into the place of Python's. Others stand in for somebody's handler, for one section.
+_resident = Handler(default_int_handler)
 
 
 class Deferral:
@@ -53,13 +56,13 @@ class Deferral:
         depth: how many sections the main thread is in.
     """
 
-    __slots__ = ("_main", "_otherwise", "_pending", "depth")
+    __slots__ = ("_handler", "_main", "_pending", "_stand_in", "depth")
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
         self.depth = 0
         self._pending = False  # whether a signal came meanwhile
-        self._otherwise: Callable[[int, Any], Any] = default_int_handler  # what it does outside of sections
+        self._handler = self._stand_in = _resident  # the one in use, and the last that stood in for somebody's
 
     def begin(self) -> bool:
         """A section begins. Returns whether signals are deferred, which they are in the main thread only."""
@@ -68,17 +71,27 @@ class Deferral:
         if not self.depth:
             handler = _get_handler(_NUMBER)
             self._pending = False
-            if handler is _resident or handler is default_int_handler:
-                self._otherwise = default_int_handler
-                if handler is not _resident:
-                    _set_handler(_NUMBER, _resident)
-                _resident.__call__ = self._note
+            if handler is _resident:
+                self._handler = handler
+                handler.__call__ = self._note
             elif callable(handler):
-                self._otherwise = handler
-                _stand_in.__call__ = self._note
-                _set_handler(_NUMBER, _stand_in)
+                self._put_in_place_of(handler)
         self.depth += 1
         return True
+
+    def _put_in_place_of(self, handler: Any) -> None:
+        # One of ours has stayed here if an exception kept it from being exchanged, or if somebody found it in a section
+        # and put it back later. It knows whose place it is in.
+        if type(handler) is Handler:
+            ours = handler
+        elif handler is default_int_handler:
+            ours = _resident
+        else:
+            ours = self._stand_in if self._stand_in.otherwise is handler else Handler(handler)
+            self._stand_in = ours
+        self._handler = ours
+        ours.__call__ = self._note
+        _set_handler(_NUMBER, ours)
 
     def end(self) -> None:
         """A section has ended and holds nothing any more. Raises what the handler raises for a signal that came."""
@@ -98,23 +111,27 @@ class Deferral:
 
     def _end_last(self) -> None:
         self.depth = 0
-        otherwise = self._otherwise
-        if otherwise is default_int_handler:
-            _resident.__call__ = otherwise
-        else:
-            self._put_back(otherwise)
+        ours = self._handler
+        if ours is not _resident:
+            self._put_back(ours)
+        ours.__call__ = ours.otherwise
         if self._pending:
             self._pending = False
-            otherwise(_NUMBER, sys._getframe())
+            ours.otherwise(_NUMBER, sys._getframe())
 
-    def _put_back(self, otherwise: Callable[[int, Any], Any]) -> None:
-        replaced = _set_handler(_NUMBER, otherwise)
-        if replaced is not _stand_in:  # somebody's, from inside the section
+    def _put_back(self, ours: Handler) -> None:
+        replaced = _set_handler(_NUMBER, ours.otherwise)
+        if replaced is not ours:  # somebody's, from inside the section
             _set_handler(_NUMBER, replaced)
-        self._otherwise = default_int_handler
+        self._handler = _resident
 
     def __enter__(self) -> None:
-        self.begin()
+        before = self.depth
+        try:
+            self.begin()
+        except BaseException:
+            self.back_to(before)
+            raise
 
     def __exit__(self, *exc: object) -> None:
         self.end()
@@ -123,19 +140,18 @@ class Deferral:
         """Raises what the handler raises, if a signal came: for a section that is still waited for."""
         if self._pending and _get_ident() == self._main:
             self._pending = False
-            self._otherwise(_NUMBER, sys._getframe())
+            self._handler.otherwise(_NUMBER, sys._getframe())
 
     def waiting(self, waits: bool) -> None:
         """Lets signals through while the main thread waits for what a section needs, in a call that they end."""
         if self.depth and _get_ident() == self._main:
-            handler = _resident if self._otherwise is default_int_handler else _stand_in
-            handler.__call__ = self._otherwise if waits else self._note
+            self._handler.__call__ = self._handler.otherwise if waits else self._note
             if waits:
                 self.check()
 
     def _note(self, number: int, frame: Any) -> None:
         """A signal came inside a section, or in the last step out of it."""
-        if self.depth or self._otherwise is not default_int_handler:
+        if self.depth or self._handler is not _resident:
             self._pending = True
         else:
             default_int_handler(number, frame)
