@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ class Child:
 
     def __init__(self, pid: int, pipe: int) -> None:
         self.pid, self._pipe, self._heard = pid, pipe, b""
-        self._status: int | None = None
+        self._status: int | None = None  # guarded by _waiting: the system tells it once
+        self._waiting = threading.Lock()
 
     def wait_for(self, line: str) -> None:
         """Returns when the child has said ``line``."""
@@ -47,13 +49,14 @@ class Child:
     def exit_code(self) -> int:
         """Waits for the end; negative for a signal."""
         end = time.monotonic() + TIMEOUT
-        while self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._status = os.waitstatus_to_exitcode(status)
-            else:
-                assert time.monotonic() < end, "the child hangs"
-                time.sleep(0.001)
+        with self._waiting:
+            while self._status is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self._status = os.waitstatus_to_exitcode(status)
+                else:
+                    assert time.monotonic() < end, "the child hangs"
+                    time.sleep(0.001)
         return self._status
 
 
