@@ -57,6 +57,10 @@ def test_a_method_that_compiled_code_calls_waits_for_the_lock_and_does_the_same(
     compiled_does_the_same("tensordict prioritized", name, tmp_path, actors)
 
 
+# Dynamo says of parts of TorchRL, of locks and of caches that it runs them as they are.
+@pytest.mark.filterwarnings(
+    "ignore:Dynamo (does not know how to trace|detected a call to a .functools.lru_cache):UserWarning"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, name in CALLS if name != "submit_update_if_present"])
 def test_so_does_every_other_method_of_every_buffer(kind, name, tmp_path, actors):
