@@ -11,7 +11,7 @@ from damage import everything, tree
 from support import prioritized, records, transfer
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torchrl.checkpoint import Checkpoint
-from torchrl.data import FlatStorageCheckpointer
+from torchrl.data import FlatStorageCheckpointer, ReplayBuffer
 
 import torchrl_generational as g
 
@@ -59,6 +59,9 @@ def held(rb: Any, count: int, layout: str = "plain") -> list[Any]:
     return [rb.storage[slot].get(key).data for slot in range(count)]
 
 
+AFTER_0_14 = hasattr(ReplayBuffer, "wait_until_sampleable")
+
+
 def same(one: list[Any], other: list[Any]) -> bool:
     return one == other and list(map(type, one)) == list(map(type, other))
 
@@ -90,6 +93,11 @@ def test_objects_that_files_do_not_keep_are_refused_when_they_are_dumped(kind, l
     rb.extend(data(LOSSY[kind], layout))
     name = r"\('n', 'deep', 'o'\)" if layout == "nested" else r"\('o',\)"
     before, saved = everything(rb), tree(tmp_path)
+    if AFTER_0_14 and kind in ("sets", "large numbers"):  # which it pickles
+        target = prioritized(4)
+        transfer(rb, target, "dumps", tmp_path)
+        assert same(held(target, 4, layout), held(rb, 4, layout))
+        return
     with pytest.raises(ValueError, match=f"The entry {name} holds objects that would not come back.*state_dict"):
         rb.dumps(tmp_path)
     assert everything(rb) == before
@@ -192,6 +200,8 @@ def test_an_entry_of_a_name_that_is_not_kept_is_refused_when_it_is_saved(how, na
 def test_entries_of_all_other_names_come_back(how, nested, live, tmp_path):
     other = "state_dict" if how == "dumps" else "dumps"
     names = [*KEPT, *(name for name in LOST[other] if nested != "above" or name not in ("x.memmap", "meta.json"))]
+    if AFTER_0_14 and (how, nested) == ("state_dict", "above"):
+        names = [name for name in names if name]  # tensordict refuses it
     path = tmp_path / "checkpoint"
     rb, target = prioritized(4), prioritized(4)
     for buffer, start in ((rb, 0), (target, 1000)):

@@ -85,7 +85,7 @@ def test_a_test_that_a_row_names_exists(tried_in: str) -> None:
 )
 def test_every_part_of_a_buffer_that_torchrl_exports_has_a_row(kinds: tuple[str, ...], module: Any) -> None:
     rows = {row.component.split(",")[0] for row in ROWS if row.kind in kinds}
-    exported = {name for name in module.__all__ if name[0].isupper()} - NO_PARTS_OF_A_BUFFER
+    exported = {name for name in module.__all__ if name[0].isupper()} - NO_PARTS_OF_A_BUFFER - LATER
     assert exported <= rows, sorted(exported - rows)
 
 
@@ -93,6 +93,11 @@ def test_every_part_of_a_buffer_that_torchrl_exports_has_a_row(kinds: tuple[str,
 NO_PARTS_OF_A_BUFFER = {name for name in torchrl_replay.__all__ if name.endswith("Checkpointer")} | {
     *("StorageCheckpointerBase", "Trajectory", "TrajectoryPredicate", "HindsightStrategy", "DEFAULT_DONE_KEYS"),
     *("Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested"),
+}
+# Of TorchRL after 0.14. They get rows with its release, when the table is of that.
+LATER = {
+    *("RateLimitedReplayBuffer", "ReplayBufferDataset", "StorageDataset", "SubgoalTriplet"),
+    *("FQLTrainer", "TdMpc2Trainer"),
 }
 
 
@@ -109,7 +114,7 @@ def test_every_trainer_and_collector_of_torchrl_has_a_row(kind: str, module: str
         warnings.simplefilter("ignore")  # TorchRL's, of its own classes
         exported = {name for name in vars(importlib.import_module(module)) if name.endswith(ending)}
     rows = {name for row in ROWS if row.kind == kind for name in row.component.split(", ")}
-    assert exported - BASES <= rows, sorted(exported - BASES - rows)
+    assert exported - BASES - LATER <= rows, sorted(exported - BASES - LATER - rows)
 
 
 BASES = {"BaseCollector", "MultiCollector", "OnPolicyTrainer"}
