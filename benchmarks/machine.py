@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -20,10 +21,11 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Versions of all that takes part, `not installed` where it does not."""
     found = {"Python": platform.python_version()}
     for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = NOT_INSTALLED
+        found[package] = NOT_INSTALLED
+        for name in (package, f"{package}-nightly"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[package] = importlib.metadata.version(name)
+                break
     return found
 
 
