@@ -34,15 +34,15 @@ def batch(count: int, start: int) -> TensorDict:
 
 
 class Senders:
-    """A process that sends SIGINT to this one at random moments, as long as it is told that one is welcome."""
+    """A process that sends a signal to this one at random moments, as long as it is told that one is welcome."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, number: int) -> None:
         code = (
             "import os, random, signal, sys, time\n"
             f"rng = random.Random({seed})\n"
             "while os.read(0, 1):\n"
             "    time.sleep(rng.random() * 0.002)\n"
-            f"    os.kill({os.getpid()}, signal.SIGINT)\n"
+            f"    os.kill({os.getpid()}, {int(number)})\n"
         )
         self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, bufsize=0)
         assert self._process.stdin is not None
@@ -57,7 +57,12 @@ class Senders:
         self._process.wait()
 
 
-def run(signals: int, seed: int, **kwargs: Any) -> tuple[int, int, list[str]]:
+def interrupt(number: int, frame: Any) -> None:
+    """A handler that raises, of signals for which Python has none."""
+    raise KeyboardInterrupt
+
+
+def run(signals: int, seed: int, number: int, **kwargs: Any) -> tuple[int, int, list[str]]:
     """Returns how many signals came, how many of them ended a call of the buffer, and the faults found."""
     rng = random.Random(seed)
     rb = g.GenerationalTensorDictPrioritizedReplayBuffer(
@@ -65,7 +70,9 @@ def run(signals: int, seed: int, **kwargs: Any) -> tuple[int, int, list[str]]:
     )
     rb.extend(batch(CAPACITY, 0))
     written, faults, inside, came = CAPACITY, [], 0, 0
-    senders = Senders(seed)
+    if number != signal.SIGINT:
+        signal.signal(number, interrupt)
+    senders = Senders(seed, number)
     try:
         while came < signals and not faults:
             rb._catch_up()
@@ -103,9 +110,8 @@ def run(signals: int, seed: int, **kwargs: Any) -> tuple[int, int, list[str]]:
                 rb.extend(batch(CAPACITY, written))
                 written += CAPACITY
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)
         senders.close()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     return came, inside, faults
 
 
@@ -144,5 +150,5 @@ def by_another_process(rb: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    _, signals, chosen_seed, *options = sys.argv
-    print(json.dumps(run(int(signals), int(chosen_seed), **dict.fromkeys(options, True))))
+    _, signals, chosen_seed, chosen, *options = sys.argv
+    print(json.dumps(run(int(signals), int(chosen_seed), signal.Signals[chosen], **dict.fromkeys(options, True))))

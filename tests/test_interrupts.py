@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import json
@@ -23,6 +24,7 @@ from interrupting import Snapshot, faults_after, faults_of_use, free_for_others,
 from support import TIMEOUT, announce_blocked, records
 from tensordict import TensorDict
 from test_lock_discipline import ACTS, LATER_ACTS
+from torchrl.envs.transforms import UnaryTransform
 
 import torchrl_generational as g
 from torchrl_generational.interrupts import deferral
@@ -233,7 +235,9 @@ def test_a_replacement_that_is_interrupted_has_happened_or_not(kind, name, tmp_p
     [(200, 0), pytest.param(20_000, None, marks=pytest.mark.slow)],
     ids=["200", "20,000"],
 )
-@pytest.mark.parametrize("options", [[], ["shared"]], ids=["plain", "shared"])
+@pytest.mark.parametrize(
+    "options", [["SIGINT"], ["SIGINT", "shared"], ["SIGALRM"], ["SIGTERM", "shared"]], ids=" ".join
+)
 def test_real_signals_at_random_moments_leave_a_buffer_that_threads_and_processes_can_use(signals, seed, options):
     seed = int.from_bytes(os.urandom(4), "big") if seed is None else seed
     print(f"seed {seed}")
@@ -296,6 +300,7 @@ def assert_ctrl_c_is_pythons() -> None:
     with pytest.raises(KeyboardInterrupt) as raised:
         signal.raise_signal(signal.SIGINT)
     assert {Path(entry.path).name for entry in raised.traceback} <= {"test_interrupts.py"}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_inside_a_section_is_raised_at_its_end():
@@ -308,11 +313,12 @@ def test_ctrl_c_inside_a_section_is_raised_at_its_end():
     assert_ctrl_c_is_pythons()
 
 
-def interrupted_in_its_next_write(rb: Any) -> Any:
+def interrupted_in_its_next_write(rb: Any, *numbers: int) -> Any:
     reach = rb.storage.reach
 
     def interrupted_there(rows: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        for number in numbers or (signal.SIGINT,):
+            signal.raise_signal(number)
         reach(rows)
 
     rb.storage.reach = interrupted_there
@@ -320,14 +326,14 @@ def interrupted_in_its_next_write(rb: Any) -> Any:
 
 
 @contextlib.contextmanager
-def handling(handler: Any) -> Iterator[Any]:
+def handling(handler: Any, number: int = signal.SIGINT) -> Iterator[Any]:
     """That is the process's handler meanwhile, put there as programs do it. Gives the one of before."""
-    before = signal.signal(signal.SIGINT, handler)
+    before = signal.signal(number, handler)
     try:
         yield before
     finally:
-        assert signal.getsignal(signal.SIGINT) == handler
-        signal.signal(signal.SIGINT, before)
+        assert signal.getsignal(number) == handler
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("used_before", [False, True])
@@ -360,21 +366,79 @@ def test_a_handler_of_somebody_may_call_the_one_of_before():
     assert_ctrl_c_is_pythons()
 
 
-def test_a_handler_that_raises_leaves_the_buffer_free_and_stays():
-    rb = interrupted_in_its_next_write(build("plain"))
+class StopError(Exception):
+    """Of a handler."""
 
-    class StopError(Exception):
-        pass
 
-    def stop(number: int, frame: Any) -> None:
-        raise StopError
+def stop(number: int, frame: Any) -> None:
+    raise StopError(number)
 
-    with handling(stop):
-        for _ in range(2):
+
+SIGNALS = [signal.SIGINT, signal.SIGALRM, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_handler_that_raises_waits_for_the_end_of_a_section_and_stays(number):
+    rb = interrupted_in_its_next_write(build("plain"), number)
+    with handling(stop, number):
+        for written in (1, 2):
             with pytest.raises(StopError):
                 rb.extend(with_priority(3, NEW))
+            assert rb.write_count == CAPACITY + 3 * written
     assert free_for_others(rb.storage.lock._threads)
     assert deferral.depth == 0
+
+
+def test_several_signals_in_one_section_are_all_handled_at_its_end_each_once():
+    rb, calls = interrupted_in_its_next_write(build("plain"), *SIGNALS, *SIGNALS), []
+
+    def noted(number: int, frame: Any) -> None:
+        calls.append((signal.Signals(number), rb.storage.lock._depth))
+        raise StopError(number)
+
+    with contextlib.ExitStack() as handlers:
+        for number in SIGNALS:
+            handlers.enter_context(handling(noted, number))
+        with pytest.raises(StopError):
+            rb.extend(with_priority(3, NEW))
+        assert sorted(calls) == [(number, 0) for number in sorted(SIGNALS)]
+        assert free_for_others(rb.storage.lock._threads)
+        for number in SIGNALS:
+            with pytest.raises(StopError):
+                signal.raise_signal(number)
+
+
+def test_ctrl_c_inside_a_transform_of_a_sample_is_raised_as_such():
+    """In TorchRL it is lost: leaving `unlock_()` raises another error."""
+    rb = build("plain")
+
+    def interrupted_there(x: torch.Tensor) -> torch.Tensor:
+        signal.raise_signal(signal.SIGINT)
+        return x
+
+    rb.append_transform(UnaryTransform(["x"], ["x"], fn=interrupted_there))
+    with pytest.raises(KeyboardInterrupt):
+        rb.sample()
+
+
+def test_asyncio_cancels_its_main_task_at_ctrl_c_after_a_buffer_was_used():
+    rb, ended = build("plain"), []
+    rb.sample()
+
+    async def interrupted() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            rb.sample()
+            ended.append("step")
+            await asyncio.sleep(TIMEOUT)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(interrupted())
+    assert ended == ["step", "cancelled"] if sys.version_info >= (3, 11) else ended == []
+    assert_ctrl_c_is_pythons()
 
 
 def test_a_handler_that_is_exchanged_inside_a_section_stays():
@@ -409,7 +473,7 @@ def test_a_handler_that_was_found_inside_a_section_can_be_put_back_later():
     with handling(lambda number, frame: calls.append(rb.storage.lock._depth)):
         rb.extend(with_priority(1, NEW))
         rb.extend(with_priority(1, NEW))
-        (ours,) = {*found}
+        ours = found[-1]
         with handling(ours):
             signal.raise_signal(signal.SIGINT)
             assert calls == [0]

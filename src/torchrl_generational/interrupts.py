@@ -1,11 +1,12 @@
 """Ctrl-C waits for the end of a section: whoever interrupts a notebook cell goes on with the buffer afterwards.
 
-Python raises ``KeyboardInterrupt`` in the main thread between any two instructions, also between taking a lock and
-entering the block that gives it back. So while the main thread is inside a section, the handler notes the signal, and
-what it does at other times is done when the section ends. Whoever *waits* for a section can be interrupted as ever.
+Python calls the handlers of signals in the main thread between any two instructions, also between taking a lock and
+entering the block that gives it back; and some of them raise. So while the main thread is inside a section, another
+handler notes the signal, and the one of before is back and called when the section ends. Whoever *waits* for a section
+can be interrupted as ever.
 
-Only SIGINT, only in the main thread, and only where its handler is one of Python's. Handlers of other signals that
-raise are met by what every section does about exceptions.
+Only in the main thread, only the signals that are used to end what a program is at, and only where their handler is one
+of Python's.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from signal import SIGINT, default_int_handler
+from signal import default_int_handler
 from typing import Any
 
 __all__ = ["deferral", "run_through"]
@@ -26,11 +28,14 @@ _signal: Any = importlib.import_module("_signal")
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
 
 _get_ident = threading.get_ident
-_NUMBER = int(SIGINT)
+# Of Ctrl-C, of a limit of time, of a scheduler; Windows has no alarms.
+_NUMBERS = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGALRM", "SIGTERM") if hasattr(signal, name))
 
 
 class Handler:
     """A handler that does what was last put into it, without a frame of its own in the traceback of that.
+
+    Somebody may find it inside a section and put it back later: it knows in whose place it is, for good.
 
     Attributes:
         otherwise: what it does outside of sections, as the handler in whose place it is.
@@ -42,13 +47,11 @@ class Handler:
         self.otherwise = self.__call__ = otherwise
 
 
-# To change the handler of the process takes a system call, and to do so twice takes longer than many a section. So this
-# one stays where it has come into the place of Python's. Others stand in for somebody's handler, for one section.
-_resident = Handler(default_int_handler)
+_of_python = Handler(default_int_handler)
 
 
 class Deferral:
-    """Whether the main thread is inside sections, and what to do about a signal when it has left the last one.
+    """Whether the main thread is inside sections, and the handlers to call when it has left the last one.
 
     Everything here belongs to the main thread; other threads find nothing to do.
 
@@ -56,42 +59,32 @@ class Deferral:
         depth: how many sections the main thread is in.
     """
 
-    __slots__ = ("_handler", "_main", "_pending", "_stand_in", "depth")
+    __slots__ = ("_exchanged", "_main", "_noted", "depth")
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
         self.depth = 0
-        self._pending = False  # whether a signal came meanwhile
-        self._handler = self._stand_in = _resident  # the one in use, and the last that stood in for somebody's
+        self._exchanged: list[tuple[int, Handler]] = []  # signals, and what is in the place of their handlers
+        self._noted: list[int] = []  # signals that came meanwhile
 
     def begin(self) -> bool:
         """A section begins. Returns whether signals are deferred, which they are in the main thread only."""
         if _get_ident() != self._main:
             return False
         if not self.depth:
-            handler = _get_handler(_NUMBER)
-            self._pending = False
-            if handler is _resident:
-                self._handler = handler
-                handler.__call__ = self._note
-            elif callable(handler):
-                self._put_in_place_of(handler)
+            for number in _NUMBERS:
+                handler = _get_handler(number)
+                if callable(handler):
+                    self._exchange(number, _of_python if handler is default_int_handler else handler)
         self.depth += 1
         return True
 
-    def _put_in_place_of(self, handler: Any) -> None:
-        # One of ours has stayed here if an exception kept it from being exchanged, or if somebody found it in a section
-        # and put it back later. It knows whose place it is in.
-        if type(handler) is Handler:
-            ours = handler
-        elif handler is default_int_handler:
-            ours = _resident
-        else:
-            ours = self._stand_in if self._stand_in.otherwise is handler else Handler(handler)
-            self._stand_in = ours
-        self._handler = ours
+    def _exchange(self, number: int, handler: Any) -> None:
+        # one of ours that is there was left by an exception, or put back by somebody
+        ours = handler if type(handler) is Handler else Handler(handler)
+        self._exchanged.append((number, ours))
         ours.__call__ = self._note
-        _set_handler(_NUMBER, ours)
+        _set_handler(number, ours)
 
     def end(self) -> None:
         """A section has ended and holds nothing any more. Raises what the handler raises for a signal that came."""
@@ -111,19 +104,23 @@ class Deferral:
 
     def _end_last(self) -> None:
         self.depth = 0
-        ours = self._handler
-        if ours is not _resident:
-            self._put_back(ours)
-        ours.__call__ = ours.otherwise
-        if self._pending:
-            self._pending = False
-            ours.otherwise(_NUMBER, sys._getframe())
-
-    def _put_back(self, ours: Handler) -> None:
-        replaced = _set_handler(_NUMBER, ours.otherwise)
-        if replaced is not ours:  # somebody's, from inside the section
-            _set_handler(_NUMBER, replaced)
-        self._handler = _resident
+        noted: list[tuple[int, Handler]] = []
+        try:
+            while self._exchanged:
+                number, ours = self._exchanged[-1]
+                replaced = _set_handler(number, ours.otherwise)
+                if replaced is not ours:  # somebody's, from inside the section
+                    _set_handler(number, replaced)
+                ours.__call__ = ours.otherwise
+                self._exchanged.pop()
+                if number in self._noted:
+                    self._noted.remove(number)
+                    noted.append((number, ours))
+        finally:  # those that are back may raise before all are
+            if self._exchanged:
+                self._end_last()
+            if noted:
+                _call(noted)
 
     def __enter__(self) -> None:
         before = self.depth
@@ -137,24 +134,24 @@ class Deferral:
         self.end()
 
     def check(self) -> None:
-        """Raises what the handler raises, if a signal came: for a section that is still waited for."""
-        if self._pending and _get_ident() == self._main:
-            self._pending = False
-            self._handler.otherwise(_NUMBER, sys._getframe())
+        """Raises what the handlers raise, if signals came: for a section that is still waited for."""
+        if self._noted and _get_ident() == self._main:
+            noted = [(number, ours) for number, ours in self._exchanged if number in self._noted]
+            self._noted.clear()
+            _call(noted)
 
     def waiting(self, waits: bool) -> None:
         """Lets signals through while the main thread waits for what a section needs, in a call that they end."""
         if self.depth and _get_ident() == self._main:
-            self._handler.__call__ = self._handler.otherwise if waits else self._note
+            for _, ours in self._exchanged:
+                ours.__call__ = ours.otherwise if waits else self._note
             if waits:
                 self.check()
 
     def _note(self, number: int, frame: Any) -> None:
-        """A signal came inside a section, or in the last step out of it."""
-        if self.depth or self._handler is not _resident:
-            self._pending = True
-        else:
-            default_int_handler(number, frame)
+        """A signal came inside a section."""
+        if number not in self._noted:
+            self._noted.append(number)
 
     @contextlib.contextmanager
     def let_through(self) -> Iterator[None]:
@@ -168,8 +165,18 @@ class Deferral:
     def renew(self) -> None:
         """In a forked child: the thread that forked is the main thread, and inside no section that it could leave."""
         self._main = _get_ident()
-        self._pending = False
+        self._noted.clear()
         self._end_last()
+
+
+def _call(noted: list[tuple[int, Handler]]) -> None:
+    """Calls the handlers of signals that came, of which each may raise."""
+    number, ours = noted.pop()
+    try:
+        ours.otherwise(number, sys._getframe())
+    finally:
+        if noted:
+            _call(noted)
 
 
 #: Entered, it is a section that holds nothing yet.

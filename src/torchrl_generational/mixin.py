@@ -212,11 +212,17 @@ class GenerationalReplayBufferMixin(
         else:
             data = self._collate_fn(data)
         if self._transform is not None and len(self._transform):
-            collection = is_tensor_collection(data)
-            unlocked = data.unlock_() if collection else contextlib.nullcontext()
-            with unlocked, _set_dispatch_td_nn_modules(collection):
-                for transform in steps_of(self._transform):
-                    data, info = follow(data, info, transform, attach=self._visible_handles)
+            given, collection = data, is_tensor_collection(data)
+            locked = collection and data.is_locked
+            try:
+                if locked:  # not `with given.unlock_()`, which loses what is raised inside
+                    given.unlock_()
+                with _set_dispatch_td_nn_modules(collection):
+                    for transform in steps_of(self._transform):
+                        data, info = follow(data, info, transform, attach=self._visible_handles)
+            finally:
+                if locked:
+                    given.lock_()
         return data, info
 
     #: Entries of the info that a transform of this class of buffers finds in the batch.
