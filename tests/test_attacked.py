@@ -120,3 +120,62 @@ def test_a_writer_without_a_storage_takes_over_the_ranking_that_was_saved(tmp_pa
     other = g.GenerationalTensorDictMaxValueWriter(rank_key="v")
     other.loads(tmp_path)
     assert sorted(other._current_top_values) == sorted(writer._current_top_values)
+
+
+def meta(values: torch.Tensor) -> torch.Tensor:
+    return values.to("meta")
+
+
+def sparse(values: torch.Tensor) -> torch.Tensor:
+    return values.to_sparse()
+
+
+def imaginary(values: torch.Tensor) -> torch.Tensor:
+    return values * 1j
+
+
+WRITES = {
+    "extend": (3, lambda rb, data: rb.extend(data)),
+    "extend by more than there is": (11, lambda rb, data: rb.extend(data)),
+    "add": (1, lambda rb, data: rb.add(data[0])),
+    "one": (1, lambda rb, data: rb.__setitem__(3, data[0])),
+    "slice": (3, lambda rb, data: rb.__setitem__(slice(2, 5), data)),
+    "all": (8, lambda rb, data: rb.__setitem__(slice(None), data)),
+    "list": (2, lambda rb, data: rb.__setitem__([1, 2], data)),
+    "mask": (3, lambda rb, data: rb.__setitem__(torch.arange(8) < 3, data)),
+    "write_all": (8, lambda rb, data: rb.write_all(data)),
+    "the writer": (3, lambda rb, data: rb.writer.extend(data)),
+    "the storage": (3, lambda rb, data: rb.storage.set(slice(0, 3), data)),
+    "update_": (8, lambda rb, data: rb.update_(data)),
+    "set_": (8, lambda rb, data: rb.set_("y", data["y"])),
+    "set_at_": (2, lambda rb, data: rb.set_at_("y", data["y"], [0, 1])),
+    "entry": (8, lambda rb, data: rb.__setitem__("y", data["y"])),
+}
+
+
+@pytest.mark.parametrize("made", [g.GenerationalLazyTensorStorage, g.GenerationalLazyMemmapStorage])
+@pytest.mark.parametrize("fault", [meta, sparse, imaginary])
+@pytest.mark.parametrize("write", WRITES)
+def test_values_that_cannot_be_stored_are_refused_in_every_form(write, fault, made):
+    count, act = WRITES[write]
+    if fault is sparse and write in ("add", "one"):
+        pytest.skip("one value of such a tensor is dense")
+    rb = prioritized(8, storage=made(8))
+    rb.extend(records(8, y=torch.ones(8)))
+    before = buffer_state(rb)
+    data = TensorDict({"x": torch.arange(count), "y": fault(torch.ones(count))}, [count])
+    with pytest.raises((RuntimeError, NotImplementedError), match="'y'|[Ss]parse"):
+        act(rb, data)
+    assert buffer_state(rb) == before
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_entry_that_only_some_of_the_records_have_is_no_field_of_all(nested):
+    rb = prioritized(8)
+    rb.extend(records(8, n=TensorDict({"y": torch.zeros(8)}, [8])))
+    before = rb[:].clone()
+    given = [TensorDict({"x": torch.tensor(70), "n": {"y": torch.tensor(1.0)}}) for _ in range(8)]
+    given[-1].set(("n", "z") if nested else "z", torch.ones(()))
+    with pytest.raises(KeyError, match=r"Nothing was changed"):
+        rb.update_(lazy_stack(given))
+    assert (rb[:] == before).all()

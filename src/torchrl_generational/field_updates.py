@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import is_tensor_collection
+from tensordict import LazyStackedTensorDict, is_tensor_collection
 from torchrl.data.replay_buffers import ReplayBuffer
 
 from torchrl_generational.cursors import plain_cursor, rows_named
@@ -16,6 +16,16 @@ __all__ = ["FieldUpdates"]
 
 # A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
 _Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
+
+
+def _refuse_of_some(given: LazyStackedTensorDict) -> None:
+    """Refuses entries that only some of the records have, which such a stack does not name."""
+    named, some = set(given.keys(True, True)), {key for data in given.tensordicts for key in data.keys(True, True)}
+    if some - named:
+        raise KeyError(
+            f"Only some of the records have the entries {sorted(map(str, some - named))}. Nothing was changed. Give "
+            "them to all, or to none."
+        )
 
 
 class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
@@ -62,6 +72,8 @@ class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 elif keys_to_update is not None:
                     given = {key: value for key, value in given.items() if key in keys_to_update}
                 self._check_fields(list(given.items()))
+                if isinstance(given, LazyStackedTensorDict):
+                    _refuse_of_some(given)
             return super().update_(input_dict_or_td, clone, keys_to_update=keys_to_update)
 
     def _check_fields(self, fields: Any, index: Any = slice(None)) -> None:

@@ -170,11 +170,12 @@ def _copies(old: Any, new: torch.Tensor, lead: tuple[int, ...]) -> bool:
     return (
         type(old) in _PLAIN
         and new.shape == (*lead, *old.shape[1:])
-        and (new.dtype == old.dtype or not lead)  # which torch refuses, save for a single record
+        and (new.dtype == old.dtype or not (lead or new.is_complex()))  # which torch refuses, save for a single record
         and old.is_cpu
         and new.is_cpu
         and not old.requires_grad
         and not new.requires_grad
         and not old.is_nested
         and not new.is_nested
+        and new.layout is old.layout
     )

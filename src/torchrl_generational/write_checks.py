@@ -176,7 +176,7 @@ def check_fields(stored: Any, cursor: Any, fields: Any) -> None:
             )
         _check_entry(write, path, old, value)
     if write.extra:
-        raise KeyError(f"The records have no {_names(write.extra)}. Nothing was changed.")
+        raise KeyError(f"The records lack {_names(write.extra)}. Nothing was changed.")
 
 
 def _managed(storage: Any) -> dict[_Path, float | None]:
@@ -274,6 +274,14 @@ def _check_tensor(write: _Write, path: _Path, stored: torch.Tensor, new: Any, dr
             _misfit(
                 path, f"dtype {new.dtype}", f"holds {stored.dtype}", "Give every record the dtypes of the first one."
             )
+        )
+    if new.is_complex() and not stored.is_complex():
+        raise RuntimeError(_misfit(path, f"dtype {new.dtype}", f"holds {stored.dtype}", "Give it real numbers."))
+    if new.is_meta and not stored.is_meta:
+        raise RuntimeError(_misfit(path, "no data (device meta)", f"holds it on {stored.device}", "Give it data."))
+    if new.layout != stored.layout and not (new.is_nested or stored.is_nested):
+        raise RuntimeError(
+            _misfit(path, f"layout {new.layout}", f"holds {stored.layout}", "Convert it, as to_dense() does.")
         )
     if advanced(write.cursor) and new.device != stored.device and new.ndim and not write.partial:
         raise RuntimeError(_misfit(path, f"device {new.device}", f"holds it on {stored.device}", "Move it there."))
