@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
+
 import pytest
 import torch
-from support import Actors, announce_blocked, filled, leaves, records, sampler_state, until_blocked_or_done
+from support import Actors, announce_blocked, filled, leaves, prioritized, records, sampler_state, until_blocked_or_done
 
 import torchrl_generational as g
 
@@ -152,3 +154,29 @@ def test_a_sampler_without_priorities_is_named_in_the_future():
     future = rb.submit_update_priority_if_present(**handles(rb, torch.arange(4)), priority=torch.ones(4))
     with pytest.raises(TypeError, match="needs a sampler with priorities"):
         future.result(TIMEOUT)
+
+
+def test_a_batch_drawn_ahead_that_failed_holds_up_neither_an_update_nor_later_samples(actors):
+    """The update was left out, and every later sample raised its error again."""
+    rb = filled(prefetch=2, batch_size=4)
+    sibling = prioritized(8, storage=rb.storage)
+    sample = rb.sample()
+    wait(rb._prefetch_queue)
+    actors.holder(rb.storage.lock.acquire)
+    rb.sample()  # one that is ready; the next draw waits for the lock
+    actors.holder(sibling.empty)
+    future = rb.submit_update_priority_if_present(
+        index=sample["index"], generation=sample["index_generation"], priority=2.0
+    )
+    later = rb.submit_update_priority_if_present(
+        index=sample["index"], generation=sample["index_generation"], priority=3.0
+    )
+    actors.holder(rb.storage.lock.release)
+    assert future.result(TIMEOUT).num_stale == later.result(TIMEOUT).num_stale == 4
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+        for _ in range(3):  # a batch of before may be there still
+            rb.sample()
+    rb.extend(records(8, 100))
+    assert (rb.sample()["x"] >= 100).all()
+    rb.synchronize()
+    rb.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from torchrl_generational.samplers import store_checked, stores_arrays
 from torchrl_generational.storages import GenerationalStorageMixin
 from torchrl_generational.tracing import runs_in_compiled_code, untraced
 
-__all__ = ["PRIORITY", "ConditionalUpdates"]
+__all__ = ["PRIORITY", "ConditionalUpdates", "is_failed_draw", "submit_in_order"]
 
 #: Stands for the name of a field where what TorchRL was given to submit is no field but a priority.
 PRIORITY: Any = object()
@@ -209,6 +210,14 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         )
         return future
 
+    def submit_update_if_present(self, **update: Any) -> Future[UpdateResult]:
+        """:meth:`update_if_present` on a background thread, in order with prefetched batches; see TorchRL's.
+
+        A batch drawn ahead that failed, because the buffer was empty then, holds up neither this nor later samples.
+        """
+        self._ready()
+        return submit_in_order(self, super().submit_update_if_present, update)
+
     def update_if_present(
         self,
         *,
@@ -364,6 +373,32 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             stats["conditional_updated"] = updated
             stats["conditional_stale"] = self._conditional_rows - updated - rejected
         return stats
+
+
+def is_failed_draw(error: BaseException | None) -> bool:
+    """Whether a draw ended because there was nothing to draw."""
+    return str(error).startswith("Cannot sample")  # TorchRL's words, and ours
+
+
+def submit_in_order(
+    rb: Any, submit: Callable[..., Future[UpdateResult]], update: dict[str, Any]
+) -> Future[UpdateResult]:
+    """Submits an update of ``rb`` by TorchRL's ``submit``, which leaves it out where a draw before it failed."""
+    done: Future[UpdateResult] = Future()
+    done.set_running_or_notify_cancel()
+
+    def settle(ended: Future[UpdateResult]) -> None:
+        try:
+            error = None if ended.cancelled() else ended.exception()
+            done.set_result(rb.update_if_present(**update) if is_failed_draw(error) else ended.result())
+        except BaseException as raised:
+            done.set_exception(raised)
+
+    with rb._futures_lock:
+        submitted = submit(**update)
+        rb._pending_update_futures[-1] = rb._sample_dependency = done  # for what is submitted or drawn later
+    submitted.add_done_callback(settle)
+    return done
 
 
 def _check_patch(storage: Any, patch: Any, shape: torch.Size, ndim: int) -> None:

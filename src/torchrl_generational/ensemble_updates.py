@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.utils import _reduce
 
 from torchrl_generational.arrays import index_array
-from torchrl_generational.conditional import PRIORITY
+from torchrl_generational.conditional import PRIORITY, submit_in_order
 from torchrl_generational.devices import as_tensor, without_default_device
 from torchrl_generational.generations import GENERATION_KEY
 from torchrl_generational.indexing import as_generation, as_int64, normalise_handles, repeats_from
@@ -262,6 +262,11 @@ class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
         """The device of the members' stamps, if they have one."""
         devices = {rb.storage.slot_generations.device for rb in self._rbs}
         return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+    def submit_update_if_present(self, **update: Any) -> Future[UpdateResult]:
+        """TorchRL's, whose updates and later samples are not held up by a batch drawn ahead that failed."""
+        self._ready()
+        return submit_in_order(self, super().submit_update_if_present, update)
 
     def submit_update_priority_if_present(
         self, *, index: Any, generation: Any, priority: Any, buffer_ids: Any = None

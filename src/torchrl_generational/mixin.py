@@ -22,7 +22,7 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 
 from torchrl_generational.carrier import follow, steps_of
 from torchrl_generational.checkpoints import CheckedCheckpoints
-from torchrl_generational.conditional import ConditionalUpdates
+from torchrl_generational.conditional import ConditionalUpdates, is_failed_draw
 from torchrl_generational.cursors import plain_cursor
 from torchrl_generational.devices import has_default_device, without_default_device
 from torchrl_generational.field_updates import FieldUpdates
@@ -397,9 +397,8 @@ class GenerationalReplayBufferMixin(
     def _drop_failed_batches(self) -> None:
         """Drops draws that ended because there was nothing to draw. Futures lock held."""
         queue = self._prefetch_queue
-        for future in [future for future in queue if future.done() and future.exception() is not None]:
-            if str(future.exception()).startswith("Cannot sample"):  # TorchRL's words, and ours
-                queue.remove(future)
+        for future in [future for future in queue if future.done() and is_failed_draw(future.exception())]:
+            queue.remove(future)
 
 
 class Section:

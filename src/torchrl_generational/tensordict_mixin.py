@@ -89,7 +89,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             return untraced(self.sample, batch_size, return_info, **deprecated)
         own = self._batch_size
         wanted = own if batch_size is None else batch_size
-        if wanted is not None and own in (None, wanted) and not deprecated and self.initialized:
+        if wanted is not None and own in (None, wanted) and not (deprecated or self._prefetch) and self.initialized:
             drawn = self._sample_plainly(wanted)
             if drawn is not None:
                 return drawn if return_info else drawn[0]
@@ -116,8 +116,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         """Whether a sample is what the storage holds and the sampler says, of one dimension, on the CPU. Lock held."""
         storage = self._storage
         return (
-            not self._prefetch
-            and self._sample_dependency is None
+            self._sample_dependency is None
             and not self._service_shutdown
             and not self._pin_memory
             and self._collate_fn is _collate_id
