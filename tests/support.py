@@ -86,7 +86,7 @@ def buffer_state(rb: Any) -> tuple[Any, ...]:
     """Sampler, stamps, records and counters."""
     storage = rb.storage
     data = storage._storage.clone().to_dict() if storage.initialized else None
-    shown = None if data is None else {key: value.tolist() for key, value in data.items()}
+    shown = None if data is None else {key: str(value.tolist()) for key, value in data.items()}  # NaN is itself
     return sampler_state(rb), storage.generations.tolist(), len(rb), shown, rb.write_count, rb.writer._cursor
 
 

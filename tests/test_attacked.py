@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import buffer_state, prioritized, records
-from tensordict import NonTensorStack, TensorDict, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torchrl.data.replay_buffers import FlatStorageCheckpointer, NestedStorageCheckpointer
 
 import torchrl_generational as g
@@ -134,6 +134,10 @@ def imaginary(values: torch.Tensor) -> torch.Tensor:
     return values * 1j
 
 
+def quantized(values: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(values, 0.1, 0, torch.quint8)
+
+
 WRITES = {
     "extend": (3, lambda rb, data: rb.extend(data)),
     "extend by more than there is": (11, lambda rb, data: rb.extend(data)),
@@ -153,8 +157,9 @@ WRITES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # torch's
 @pytest.mark.parametrize("made", [g.GenerationalLazyTensorStorage, g.GenerationalLazyMemmapStorage])
-@pytest.mark.parametrize("fault", [meta, sparse, imaginary])
+@pytest.mark.parametrize("fault", [meta, sparse, imaginary, quantized])
 @pytest.mark.parametrize("write", WRITES)
 def test_values_that_cannot_be_stored_are_refused_in_every_form(write, fault, made):
     count, act = WRITES[write]
@@ -164,7 +169,7 @@ def test_values_that_cannot_be_stored_are_refused_in_every_form(write, fault, ma
     rb.extend(records(8, y=torch.ones(8)))
     before = buffer_state(rb)
     data = TensorDict({"x": torch.arange(count), "y": fault(torch.ones(count))}, [count])
-    with pytest.raises((RuntimeError, NotImplementedError), match="'y'|[Ss]parse"):
+    with pytest.raises((RuntimeError, NotImplementedError), match="'y'|[Ss]parse|[Qq]uantized"):
         act(rb, data)
     assert buffer_state(rb) == before
 
@@ -179,3 +184,28 @@ def test_an_entry_that_only_some_of_the_records_have_is_no_field_of_all(nested):
     with pytest.raises(KeyError, match=r"Nothing was changed"):
         rb.update_(lazy_stack(given))
     assert (rb[:] == before).all()
+
+
+@pytest.mark.parametrize(
+    "made", [NonTensorData("abc", batch_size=[3]), TensorDict({"x": torch.ones(3)}, [3])], ids=type
+)
+@pytest.mark.parametrize("which", ["index", "generation", "priority"])
+def test_a_tensordict_is_neither_a_handle_nor_a_priority(which, made):
+    """NumPy reads one that holds objects without an end."""
+    rb = filled()
+    before = buffer_state(rb)
+    given = {"index": torch.arange(3), "generation": torch.zeros(3, dtype=torch.int64), "priority": torch.ones(3)}
+    with pytest.raises(TypeError, match=f"{which}.*got a (NonTensorData|TensorDict)"):
+        rb.update_priority_if_present(**given | {which: made})
+    if which != "generation":
+        with pytest.raises((TypeError, ValueError), match=which):
+            rb.update_priority(**{"index": given["index"], "priority": given["priority"]} | {which: made})
+    assert buffer_state(rb) == before
+
+
+def test_a_first_priority_that_is_no_tensor_is_refused():
+    rb = filled()
+    before = buffer_state(rb)
+    with pytest.raises(TypeError, match="td_error.*got a NonTensorData"):
+        rb.extend(records(3, 100, td_error=NonTensorData("abc", batch_size=[3])))
+    assert buffer_state(rb) == before

@@ -418,6 +418,8 @@ def _check_patch(storage: Any, patch: Any, shape: torch.Size, ndim: int) -> None
                 "as in patch={('nested', 'field'): values}, or pass a tensordict."
             )
         if isinstance(stored, torch.Tensor):
+            if is_tensor_collection(value):  # which NumPy would go through without an end
+                raise TypeError(f"patch key {key!r} must hold numbers, got a {type(value).__name__}.")
             expected, came = (*shape, *stored.shape[ndim:]), np.shape(value)
             if [size for size in came if size != 1] != [size for size in expected if size != 1]:
                 raise ValueError(

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import is_tensor_collection
 from torch.utils._pytree import tree_leaves
 
 from torchrl_generational.devices import as_tensor
 
 __all__ = [
     "Handles",
+    "as_array",
     "as_generation",
     "as_int64",
     "as_rows",
@@ -49,6 +51,21 @@ class Handles:
     shape: torch.Size
 
 
+def as_array(name: str, value: Any, numbers: str) -> Any:
+    """What came in the place of a tensor, as NumPy sees it; see :func:`as_int64`.
+
+    Raises:
+        TypeError: if it is ragged, or a tensordict: NumPy goes through one that holds objects without an end.
+    """
+    for part in (value, *value) if isinstance(value, list | tuple) else (value,):
+        if is_tensor_collection(part):
+            raise TypeError(f"{name} must hold {numbers}, got a {type(part).__name__}.")
+    try:
+        return np.asarray(value)
+    except ValueError as err:
+        raise TypeError(f"{name} must hold {numbers} of one shape, got {value!r}.") from err
+
+
 def as_int64(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
     """``value`` as an int64 tensor.
 
@@ -58,10 +75,7 @@ def as_int64(name: str, value: Any, device: torch.device | None = None) -> torch
     if type(value) is torch.Tensor and value.dtype is torch.int64 and device in (None, value.device):
         return value
     if not isinstance(value, torch.Tensor):
-        try:
-            array = np.asarray(value)
-        except ValueError as err:  # ragged lists
-            raise TypeError(f"{name} must hold integers of one shape, got {value!r}.") from err
+        array = as_array(name, value, "integers")
         if array.size == 0:
             array = array.astype(np.int64)
         if array.dtype.kind not in "iu":
@@ -95,10 +109,7 @@ def as_generation(value: Any, device: torch.device | None = None) -> torch.Tenso
 
 
 def _stamps_from_outside(value: Any) -> torch.Tensor:
-    try:
-        array = np.asarray(value)
-    except ValueError as err:  # ragged lists
-        raise TypeError(f"generation must hold integers of one shape, got {value!r}.") from err
+    array = as_array("generation", value, "integers")
     if not array.size and isinstance(value, list | tuple):
         array = array.astype(np.int64)
     if array.dtype.kind != "i" or array.dtype.itemsize != 8:

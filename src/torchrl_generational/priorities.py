@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torchrl_generational.devices import as_tensor
+from torchrl_generational.indexing import as_array
 
 __all__ = ["as_priority", "just_within", "largest_priority", "match_shape"]
 
@@ -31,10 +32,7 @@ def as_priority(
         ValueError: if a value is NaN, infinite (also after the cast), negative or above ``most``; names the row.
     """
     if not isinstance(priority, torch.Tensor):
-        try:
-            array = np.asarray(priority)
-        except ValueError as err:  # ragged lists
-            raise TypeError(f"{name} must hold numbers of one shape, got {priority!r}.") from err
+        array = as_array(name, priority, "numbers")
         if array.dtype.kind not in "iuf":
             raise TypeError(f"{name} must hold real numbers, got {type(priority).__name__} of {array.dtype}.")
         # NumPy's long double and big-endian arrays have no torch dtype

@@ -275,6 +275,8 @@ def _check_tensor(write: _Write, path: _Path, stored: torch.Tensor, new: Any, dr
                 path, f"dtype {new.dtype}", f"holds {stored.dtype}", "Give every record the dtypes of the first one."
             )
         )
+    if new.is_quantized != stored.is_quantized:
+        raise RuntimeError(_misfit(path, f"dtype {new.dtype}", f"holds {stored.dtype}", "Dequantize it."))
     if new.is_complex() and not stored.is_complex():
         raise RuntimeError(_misfit(path, f"dtype {new.dtype}", f"holds {stored.dtype}", "Give it real numbers."))
     if new.is_meta and not stored.is_meta:
