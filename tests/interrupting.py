@@ -31,7 +31,6 @@ _UNSTOPPABLE = {
     "Deferral.end",
     "Deferral.back_to",
     "Deferral._end_last",
-    "Deferral._put_back",
     "Deferral.waiting",
     "Deferral.let_through",
     "Deferral.__exit__",

@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torchrl.data import ReplayBuffer
 
 import torchrl_generational as g
+
+#: Whether this is a TorchRL after 0.14, whose samples can wait for records.
+AFTER_0_14 = hasattr(ReplayBuffer, "wait_until_sampleable")
 
 TIMEOUT = 60  # seconds until a test that hangs is given up; nothing waits this long when it passes
 

@@ -15,11 +15,19 @@ import torch
 import where_batches  # noqa: F401  fills CHECKS
 import where_parts  # noqa: F401  fills CHECKS
 from compiling import another_thread_compiles
-from support import TIMEOUT, announce_blocked, filled, prioritized, records, sampler_state, until_blocked_or_done
+from support import (
+    AFTER_0_14,
+    TIMEOUT,
+    announce_blocked,
+    filled,
+    prioritized,
+    records,
+    sampler_state,
+    until_blocked_or_done,
+)
 from tensordict import is_tensor_collection
 from test_lock_discipline import ACTS, CALLS, HARMLESS, names_of, prepared
 from test_where_it_works import TORCHRLS_WARNINGS, cases
-from torchrl.data import ReplayBuffer
 
 import torchrl_generational as g
 from torchrl_generational.tracing import is_traced, runs_in_compiled_code
@@ -27,7 +35,7 @@ from torchrl_generational.tracing import is_traced, runs_in_compiled_code
 ORDINARY = [call for call in CALLS if call[0] in ("plain", "tensordict prioritized")]
 TENSORCLASS = "dynamo doesn't support arguments when building a tensorclass"
 # Until TorchRL 0.14: it makes trajectories by position, which tensordict refuses meanwhile.
-REFUSED = {} if hasattr(ReplayBuffer, "wait_until_sampleable") else {"query": TENSORCLASS}
+REFUSED = {} if AFTER_0_14 else {"query": TENSORCLASS}
 
 
 @pytest.fixture(autouse=True)

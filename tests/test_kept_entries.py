@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from damage import everything, tree
-from support import prioritized, records, transfer
+from support import AFTER_0_14, prioritized, records, transfer
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from torchrl.checkpoint import Checkpoint
-from torchrl.data import FlatStorageCheckpointer, ReplayBuffer
+from torchrl.data import FlatStorageCheckpointer
 
 import torchrl_generational as g
 
@@ -57,9 +57,6 @@ def data(objects: list[Any], layout: str = "plain") -> TensorDict:
 def held(rb: Any, count: int, layout: str = "plain") -> list[Any]:
     key = ("n", "deep", "o") if layout == "nested" else "o"
     return [rb.storage[slot].get(key).data for slot in range(count)]
-
-
-AFTER_0_14 = hasattr(ReplayBuffer, "wait_until_sampleable")
 
 
 def same(one: list[Any], other: list[Any]) -> bool:

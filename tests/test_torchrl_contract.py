@@ -11,6 +11,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from support import AFTER_0_14
 from tensordict import TensorDict
 from torchrl.data import (
     LazyMemmapStorage,
@@ -393,7 +394,7 @@ def test_tensordict_writes_the_metadata_of_objects_by_the_function_used_here():
     relies(callable(getattr(utils, "_json_dumps", None)), "utils._json_dumps (of tensordict)", "kept")
 
 
-@pytest.mark.skipif(not hasattr(ReplayBuffer, "wait_until_sampleable"), reason="this TorchRL has no waiters")
+@pytest.mark.skipif(not AFTER_0_14, reason="this TorchRL has no waiters")
 def test_waiters_wait_on_the_condition_and_samples_are_counted_under_the_names_used_here():
     names = ["_notify_replay_state_change", "_increment_counter", "_set_counter", "_counter_value"]
     for name in names:

@@ -5,25 +5,43 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from children import forked
-from support import TIMEOUT, filled, prioritized, records
-from torchrl.data import ReplayBuffer
+from support import AFTER_0_14, TIMEOUT, filled, prioritized, records
 
 import torchrl_generational as g
 from torchrl_generational import waiters
 from torchrl_generational.waiters import Readiness
 
-waits = pytest.mark.skipif(not hasattr(ReplayBuffer, "wait_until_sampleable"), reason="this TorchRL has no waiters")
+waits = pytest.mark.skipif(not AFTER_0_14, reason="this TorchRL has no waiters")
 
 
 @pytest.fixture
 def patience(monkeypatch) -> None:
     """Waiters do not look by themselves within the test."""
     monkeypatch.setattr(waiters, "_PATIENCE", TIMEOUT)
+
+
+@contextlib.contextmanager
+def held_by_a_waiter(condition: Readiness, actors: Any) -> Iterator[None]:
+    """Another thread has entered the condition meanwhile, and does not wait on it."""
+    inside, let_go = threading.Event(), threading.Event()
+
+    def look() -> None:
+        with condition:
+            inside.set()
+            assert let_go.wait(TIMEOUT)
+
+    looking = actors.start("waiter", look)
+    assert inside.wait(TIMEOUT)
+    try:
+        yield
+    finally:
+        let_go.set()
+        looking.result(TIMEOUT)
 
 
 # ---------------------------------------------------------------- the condition
@@ -52,19 +70,9 @@ def test_a_waiter_looks_by_itself_after_a_while():
 
 
 def test_whoever_wakes_does_not_wait_for_one_who_is_looking(actors):
-    condition, let_go = Readiness(), threading.Event()
-    inside = threading.Event()
-
-    def look() -> None:
-        with condition:
-            inside.set()
-            assert let_go.wait(TIMEOUT)
-
-    looking = actors.start("waiter", look)
-    assert inside.wait(TIMEOUT)
-    condition.wake()  # returns
-    let_go.set()
-    looking.result(TIMEOUT)
+    condition = Readiness()
+    with held_by_a_waiter(condition, actors):
+        condition.wake()  # returns
     assert condition.inside == 0
 
 
@@ -138,21 +146,9 @@ def test_writers_do_not_wait_for_a_waiter_that_waits_for_their_section(actors, m
 
 @waits
 def test_a_sample_inside_a_section_does_not_wait_for_a_waiter(actors):
-    rb, condition = filled(batch_size=4), None
-    condition = rb._readiness_condition
-    inside, let_go = threading.Event(), threading.Event()
-
-    def look() -> None:
-        with condition:
-            inside.set()
-            assert let_go.wait(TIMEOUT)
-
-    looking = actors.start("waiter", look)
-    assert inside.wait(TIMEOUT)
-    with rb._exclusive():
+    rb = filled(batch_size=4)
+    with held_by_a_waiter(rb._readiness_condition, actors), rb._exclusive():
         rb.sample()
-    let_go.set()
-    looking.result(TIMEOUT)
 
 
 @waits

@@ -18,16 +18,6 @@ __all__ = ["FieldUpdates"]
 _Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
 
 
-def _refuse_of_some(given: LazyStackedTensorDict) -> None:
-    """Refuses entries that only some of the records have, which such a stack does not name."""
-    named, some = set(given.keys(True, True)), {key for data in given.tensordicts for key in data.keys(True, True)}
-    if some - named:
-        raise KeyError(
-            f"Only some of the records have the entries {sorted(map(str, some - named))}. Nothing was changed. Give "
-            "them to all, or to none."
-        )
-
-
 class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     """TorchRL's unconditional changes of fields, which change all of what they were given or nothing.
 
@@ -124,3 +114,13 @@ class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         """Refuses what the storage would, before a consuming sampler gives up the slots for it. Lock held."""
         if self._is_consuming() and self._storage.ndim == 1 and hasattr(self._storage, "check"):
             self._storage.check(data, count)
+
+
+def _refuse_of_some(given: LazyStackedTensorDict) -> None:
+    """Refuses entries that only some of the records have, which such a stack does not name."""
+    named, some = set(given.keys(True, True)), {key for data in given.tensordicts for key in data.keys(True, True)}
+    if some - named:
+        raise KeyError(
+            f"Only some of the records have the entries {sorted(map(str, some - named))}. Nothing was changed. Give "
+            "them to all, or to none."
+        )

@@ -57,9 +57,9 @@ def as_array(name: str, value: Any, numbers: str) -> Any:
     Raises:
         TypeError: if it is ragged, or a tensordict: NumPy goes through one that holds objects without an end.
     """
-    for part in (value, *value) if isinstance(value, list | tuple) else (value,):
-        if is_tensor_collection(part):
-            raise TypeError(f"{name} must hold {numbers}, got a {type(part).__name__}.")
+    for kind in {type(part) for part in value} if isinstance(value, list | tuple) else {type(value)}:
+        if is_tensor_collection(kind):
+            raise TypeError(f"{name} must hold {numbers}, got a {kind.__name__}.")
     try:
         return np.asarray(value)
     except ValueError as err:

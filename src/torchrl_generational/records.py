@@ -170,9 +170,8 @@ def _copies(old: Any, new: torch.Tensor, lead: tuple[int, ...]) -> bool:
     return (
         type(old) in _PLAIN
         and new.shape == (*lead, *old.shape[1:])
-        and (
-            new.dtype == old.dtype or not (lead or new.is_complex() or new.is_quantized)
-        )  # which torch refuses, save for a single record
+        # torch refuses other dtypes, save for a single record
+        and (new.dtype == old.dtype or not (lead or new.is_complex() or new.is_quantized))
         and old.is_cpu
         and new.is_cpu
         and not old.requires_grad
