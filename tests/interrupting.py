@@ -30,7 +30,6 @@ _UNSTOPPABLE = {
     "Interruptible.__exit__",
     "Deferral.end",
     "Deferral.back_to",
-    "Deferral._end_last",
     "Deferral.waiting",
     "Deferral.let_through",
     "Deferral.__exit__",

@@ -137,6 +137,8 @@ CONTENTS = {
     "deep": lambda _: b"[" * 100_000,
     "a list": lambda _: b"[1]",
     "a large number": lambda _: b'{"len": ' + b"9" * 10_000 + b"}",
+    # bytes of 2**60, which pickle makes room for before it looks for them
+    "a pickle that takes all of the memory": lambda _: b"\x80\x04\x8e" + (2**60).to_bytes(8, "little") + b"x.",
 }
 
 

@@ -150,7 +150,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             checked = None if rows is None else checked_array(sampler, priority)
             if rows is None or checked is None or rows.shape != stamps.shape:
                 return None
-            values, highest = checked
+            values, highest, limits = checked
             live = generations.live_array(rows, stamps)
             if live is None or (values.shape != rows.shape and values.shape != (*rows.shape, 1)):
                 return None
@@ -158,10 +158,10 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 values, rows = values.reshape(-1), rows.reshape(-1)
             updated = int(np.count_nonzero(live))
             if updated == len(rows):
-                store_arrays(sampler, rows, values, highest)
+                store_arrays(sampler, rows, values, highest, limits)
             elif updated:
                 chosen = live.reshape(-1)
-                store_arrays(sampler, rows[chosen], values[chosen], highest)
+                store_arrays(sampler, rows[chosen], values[chosen], highest, limits)
             self._conditional_rows += len(rows)
             self._conditional_updated = self._conditional_updated + updated
         return UpdateResult(torch.from_numpy(live))

@@ -396,23 +396,22 @@ class _Sections:
         self.entered: list[Any] = []
 
     def __enter__(self) -> None:
-        before = deferral.depth
+        deferral.__enter__()
         try:
-            deferral.begin()
             members = sorted(self.ensemble._rbs, key=lambda rb: rb._replay_lock.order)
             for part in (Interruptible(self.ensemble._replay_lock), *(rb._exclusive() for rb in members)):
                 self.entered.append(part)
                 part.__enter__()
         except BaseException:
             self._leave(None, None, None)
-            deferral.back_to(before)
+            deferral.__exit__()
             raise
 
     def __exit__(self, *exc: object) -> None:
         try:
             self._leave(*exc)
         finally:
-            deferral.end()
+            deferral.__exit__()
 
     def _leave(self, *exc: object) -> None:
         while self.entered:

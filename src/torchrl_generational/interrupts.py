@@ -29,7 +29,8 @@ _get_handler, _set_handler = _signal.getsignal, _signal.signal
 
 _get_ident = threading.get_ident
 # Of Ctrl-C, of a limit of time, of a scheduler; Windows has no alarms.
-_NUMBERS = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGALRM", "SIGTERM") if hasattr(signal, name))
+_CTRL_C = int(signal.SIGINT)
+_OTHERS = tuple(int(getattr(signal, name)) for name in ("SIGALRM", "SIGTERM") if hasattr(signal, name))
 
 
 class Handler:
@@ -38,115 +39,128 @@ class Handler:
     Somebody may find it inside a section and put it back later: it knows in whose place it is, for good.
 
     Attributes:
+        number: of the signal.
         otherwise: what it does outside of sections, as the handler in whose place it is.
+        before: the one that was put in place before it, in the same section.
     """
 
-    __slots__ = ("__call__", "otherwise")
+    __slots__ = ("__call__", "before", "number", "otherwise")
 
-    def __init__(self, otherwise: Callable[[int, Any], Any]) -> None:
-        self.otherwise = self.__call__ = otherwise
+    def __init__(self, number: int, otherwise: Callable[[int, Any], Any], before: Handler | None) -> None:
+        self.number, self.otherwise, self.before = number, otherwise, before
+        self.__call__ = otherwise
 
 
-_of_python = Handler(default_int_handler)
+_usual = Handler(_CTRL_C, default_int_handler, None)
 
 
 class Deferral:
     """Whether the main thread is inside sections, and the handlers to call when it has left the last one.
 
-    Everything here belongs to the main thread; other threads find nothing to do.
+    Everything here belongs to the main thread, which alone may begin and end sections. Every line counts: each
+    section of the main thread pays for it.
 
     Attributes:
         depth: how many sections the main thread is in.
+        thread: the main thread.
     """
 
-    __slots__ = ("_exchanged", "_main", "_noted", "depth")
+    __slots__ = ("_last", "_noted", "_noting", "depth", "thread")
 
     def __init__(self) -> None:
-        self._main = threading.main_thread().ident
+        self.thread = threading.main_thread().ident
         self.depth = 0
-        self._exchanged: list[tuple[int, Handler]] = []  # signals, and what is in the place of their handlers
+        self._last: Handler | None = None  # the one put in place last
         self._noted: list[int] = []  # signals that came meanwhile
+        self._noting = self._note
 
-    def begin(self) -> bool:
-        """A section begins. Returns whether signals are deferred, which they are in the main thread only."""
-        if _get_ident() != self._main:
-            return False
+    def begin(self) -> None:
+        """A section of the main thread begins: signals are deferred until it has ended."""
         if not self.depth:
-            for number in _NUMBERS:
-                handler = _get_handler(number)
-                if callable(handler):
-                    self._exchange(number, _of_python if handler is default_int_handler else handler)
-        self.depth += 1
-        return True
-
-    def _exchange(self, number: int, handler: Any) -> None:
-        # one of ours that is there was left by an exception, or put back by somebody
-        ours = handler if type(handler) is Handler else Handler(handler)
-        self._exchanged.append((number, ours))
-        ours.__call__ = self._note
-        _set_handler(number, ours)
-
-    def end(self) -> None:
-        """A section has ended and holds nothing any more. Raises what the handler raises for a signal that came."""
-        if _get_ident() == self._main:
-            if self.depth > 1:
-                self.depth -= 1
+            if _get_handler(_CTRL_C) is default_int_handler:
+                self._last = _usual
+                _usual.__call__ = self._noting
+                _set_handler(_CTRL_C, _usual)
             else:
-                self._end_last()
+                self._exchange(_CTRL_C)
+            for number in _OTHERS:
+                if _get_handler(number):  # not the system's own
+                    self._exchange(number)
+        self.depth += 1
+
+    def _exchange(self, number: int) -> None:
+        handler = _get_handler(number)
+        if callable(handler):
+            if type(handler) is Handler:  # left by an exception, or put back by somebody
+                handler = handler.otherwise
+            self._last = ours = Handler(number, handler, self._last)
+            ours.__call__ = self._noting
+            _set_handler(number, ours)
 
     def back_to(self, depth: int) -> None:
-        """As :meth:`end`, of all sections but the outermost ``depth``."""
-        if _get_ident() == self._main:
-            if depth > 0:
-                self.depth = depth
-            else:
-                self._end_last()
+        """As :meth:`end`, of all sections but the outermost ``depth``. Other threads find nothing to do."""
+        if _get_ident() == self.thread:
+            self.depth = depth + 1
+            self.end()
 
-    def _end_last(self) -> None:
+    def end(self) -> None:
+        """A section of the main thread has ended and holds nothing any more.
+
+        Raises what the handler raises for a signal that came, if it was the outermost.
+        """
+        if self.depth > 1:
+            self.depth -= 1
+            return
         self.depth = 0
-        noted: list[tuple[int, Handler]] = []
+        noted: list[Handler] | None = None
         try:
-            while self._exchanged:
-                number, ours = self._exchanged[-1]
-                replaced = _set_handler(number, ours.otherwise)
+            while (ours := self._last) is not None:
+                replaced = _set_handler(ours.number, ours.otherwise)
                 if replaced is not ours:  # somebody's, from inside the section
-                    _set_handler(number, replaced)
+                    _set_handler(ours.number, replaced)
                 ours.__call__ = ours.otherwise
-                self._exchanged.pop()
-                if number in self._noted:
-                    self._noted.remove(number)
-                    noted.append((number, ours))
+                self._last = ours.before
+                if self._noted and ours.number in self._noted:
+                    self._noted.remove(ours.number)
+                    noted = [*(noted or ()), ours]
         finally:  # those that are back may raise before all are
-            if self._exchanged:
-                self._end_last()
+            if self._last is not None:
+                self.end()
             if noted:
                 _call(noted)
 
     def __enter__(self) -> None:
         before = self.depth
         try:
-            self.begin()
+            if _get_ident() == self.thread:
+                self.begin()
         except BaseException:
             self.back_to(before)
             raise
 
     def __exit__(self, *exc: object) -> None:
-        self.end()
+        self.back_to(self.depth - 1)
 
     def check(self) -> None:
         """Raises what the handlers raise, if signals came: for a section that is still waited for."""
-        if self._noted and _get_ident() == self._main:
-            noted = [(number, ours) for number, ours in self._exchanged if number in self._noted]
+        if self._noted and _get_ident() == self.thread:
+            noted = [ours for ours in self._in_place() if ours.number in self._noted]
             self._noted.clear()
             _call(noted)
 
     def waiting(self, waits: bool) -> None:
         """Lets signals through while the main thread waits for what a section needs, in a call that they end."""
-        if self.depth and _get_ident() == self._main:
-            for _, ours in self._exchanged:
-                ours.__call__ = ours.otherwise if waits else self._note
+        if self.depth and _get_ident() == self.thread:
+            for ours in self._in_place():
+                ours.__call__ = ours.otherwise if waits else self._noting
             if waits:
                 self.check()
+
+    def _in_place(self) -> Iterator[Handler]:
+        ours = self._last
+        while ours is not None:
+            yield ours
+            ours = ours.before
 
     def _note(self, number: int, frame: Any) -> None:
         """A signal came inside a section."""
@@ -164,16 +178,17 @@ class Deferral:
 
     def renew(self) -> None:
         """In a forked child: the thread that forked is the main thread, and inside no section that it could leave."""
-        self._main = _get_ident()
+        self.thread = _get_ident()
         self._noted.clear()
-        self._end_last()
+        self.depth = 0
+        self.end()
 
 
-def _call(noted: list[tuple[int, Handler]]) -> None:
+def _call(noted: list[Handler]) -> None:
     """Calls the handlers of signals that came, of which each may raise."""
-    number, ours = noted.pop()
+    ours = noted.pop()
     try:
-        ours.otherwise(number, sys._getframe())
+        ours.otherwise(ours.number, sys._getframe())
     finally:
         if noted:
             _call(noted)

@@ -40,10 +40,15 @@ def checked_priority(sampler: Any, priority: Any, *, name: str = "priority") -> 
     )
 
 
-def checked_array(sampler: Any, priority: Any) -> tuple[Any, float] | None:
-    """:func:`checked_priority` as an array, and the largest; ``None`` where that takes more than a look at it."""
+def checked_array(sampler: Any, priority: Any) -> tuple[Any, float, _Limits] | None:
+    """:func:`checked_priority` for :func:`store_arrays`; ``None`` where that takes more than a look at it.
+
+    Returns:
+        An array, the largest of it, and what follows from the configuration of ``sampler``.
+    """
     limits = _limits_of(sampler)
-    return priority_array(priority, limits.dtype, limits.most)
+    checked = priority_array(priority, limits.dtype, limits.most)
+    return None if checked is None else (*checked, limits)
 
 
 def most_priority(sampler: Any) -> float:
@@ -95,7 +100,7 @@ def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority:
         return
     if on_cpu(sampler):
         values = priority.numpy()
-        store_arrays(sampler, cells.numpy(), values, float(values.max()))
+        store_arrays(sampler, cells.numpy(), values, float(values.max()), _limits_of(sampler))
         return
     if float(priority.max()) > _known_maximum(sampler):
         (cells, priority), sampler._max_priority = _raised_maximum(sampler, cells, priority)
@@ -105,25 +110,25 @@ def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority:
         sampler._max_priority = (None, None)
 
 
-def store_arrays(sampler: PrioritizedSampler, cells: Any, priority: Any, highest: float) -> None:
+def store_arrays(sampler: PrioritizedSampler, cells: Any, priority: Any, highest: float, limits: _Limits) -> None:
     """:func:`store_priorities` for arrays, and trees on the CPU.
 
     Args:
         sampler: any prioritized sampler.
         cells: int64 ``[M]``, ``M > 0``.
         priority: 0-d or ``[M]``, of the tree's dtype.
-        highest: the largest of ``priority``.
+        highest: the largest of ``priority``, or more.
+        limits: as :func:`checked_array` says.
     """
     maximum = sampler._max_priority
     if highest > _known_maximum(sampler):
         kept, maximum = _raised_maximum(sampler, torch.from_numpy(cells), torch.from_numpy(priority))
         cells, priority = (part.numpy() for part in kept)
-    alpha, limits = sampler._alpha, _limits_of(sampler)
     raised = priority + limits.eps
     if not priority.ndim:
         raised = np.asarray(raised)
     # torch's power and not NumPy's: they differ in the last bit, and TorchRL takes this one
-    leaf = torch.pow(torch.from_numpy(raised), alpha).numpy()
+    leaf = torch.pow(torch.from_numpy(raised), sampler._alpha).numpy()
     try:
         _put(sampler, cells, leaf, maximum, limits.positive)
     except BaseException:  # in between: all of it

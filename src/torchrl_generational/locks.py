@@ -90,28 +90,24 @@ class StorageLock:
         Whatever is raised here leaves nothing taken. One line takes a lock and says so, so that an exception finds
         either both or none.
         """
-        if self._owner != _get_ident():
-            return self._acquire_first()
-        level = self._depth
-        try:
-            self._depth = level + 1
-            return self._depth > 1  # True, but no constant: Python would leave the try before it returns one
-        except BaseException:
-            self._depth = level
-            raise
-
-    def _acquire_first(self) -> bool:
+        me = _get_ident()
+        if self._owner == me:
+            return self._acquire_again()
         before, taken, processes = deferral.depth, False, None
         try:
-            taken = self._threads.acquire(not deferral.begin())
+            if me == deferral.thread:
+                deferral.begin()
+                taken = self._threads.acquire(blocking=False)
+            else:
+                taken = self._threads.acquire()
             while not taken:
                 deferral.check()
                 taken = self._threads.acquire(timeout=_PATIENCE)
             if self._processes is not None:
                 processes = self._processes.acquire()
                 self._held = processes
-            self._owner, self._depth = _get_ident(), 1
-            return self._depth > 0
+            self._owner, self._depth = me, 1
+            return self._depth > 0  # True, but no constant: Python would leave the try before it returns one
         except BaseException:
             if processes is not None:
                 self._held = None
@@ -122,13 +118,23 @@ class StorageLock:
             deferral.back_to(before)
             raise
 
-    def release(self) -> None:
+    def _acquire_again(self) -> bool:
+        level = self._depth
+        try:
+            self._depth = level + 1
+            return self._depth > 1
+        except BaseException:
+            self._depth = level
+            raise
+
+    def release(self, *exc: object) -> None:
         """Undoes one :meth:`acquire` of this thread.
 
         Raises:
             RuntimeError: if this thread does not hold it, as in a child that was forked in the middle of a section.
         """
-        if self._owner != _get_ident():
+        me = _get_ident()
+        if self._owner != me:
             raise RuntimeError("This thread does not hold the lock: a forked child holds nothing of its parent's.")
         if self._depth > 1:
             self._depth -= 1
@@ -141,12 +147,10 @@ class StorageLock:
         finally:
             self._owner, self._depth = 0, 0
             self._threads.release()
-            deferral.end()
+            if me == deferral.thread:
+                deferral.end()
 
-    __enter__ = acquire
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
+    __enter__, __exit__ = acquire, release
 
     def __getstate__(self) -> dict[str, Any]:
         processes = self._processes

@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = ["field", "is_count", "is_number", "read_json", "reading"]
 
+_SMALL = 2**26  # bytes
 ANOTHER = "Nothing was loaded. Use another checkpoint."
 
 
@@ -40,11 +41,20 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"{path} is missing, or a part of it ({error}). {ANOTHER}") from error
-    except (PermissionError, MemoryError):
+    except PermissionError:
         raise  # says nothing about the content
+    except MemoryError as error:
+        if not _is_small(path):
+            raise
+        raise ValueError(f"{path} is damaged: it asks for more memory than there is. {ANOTHER}") from error
     except Exception as error:
         what = str(error).strip() or type(error).__name__
         raise ValueError(f"{path} is damaged: {what}. {ANOTHER}") from error
+
+
+def _is_small(path: Path) -> bool:
+    """Whether a file is so small that a damaged length in it, and not its content, takes all of the memory."""
+    return path.is_file() and path.stat().st_size < _SMALL
 
 
 def field(metadata: dict[str, Any], path: Path, name: str, expected: str, fits: Any) -> Any:

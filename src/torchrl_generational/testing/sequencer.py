@@ -181,16 +181,13 @@ class SteppedLock(StorageLock):
         self._level += 1
         return True
 
-    def release(self) -> None:
+    def release(self, *exc: object) -> None:
         """Undoes one :meth:`acquire`. No point: what a thread does next that others can see has one before it."""
         self._level -= 1
         if self._level == 0:
             self.owner = None
 
-    __enter__ = acquire
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
+    __enter__, __exit__ = acquire, release
 
     def __reduce__(self) -> Any:
         return StorageLock, ()  # a copy of what it guards has a lock of its own
