@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "helpers"))
 
 from where import markdown  # noqa: E402
 
@@ -16,8 +16,8 @@ What each component of TorchRL 0.14.1 does where it meets a buffer of this packa
 records of a sample, and conditional updates reach exactly the live ones, while the ring turns. *refused*: an error of
 that kind, with those words, says what to do instead. *untested*: not by the tests of this project, for that reason.
 
-`tests/test_where_it_works.py` tries every line that claims something against an oracle that knows nothing but the order
-of writes, or names the test that does, and fails if TorchRL exports a component that has no line.
+`tests/system/test_where_it_works.py` tries every line that claims something against an oracle that knows nothing but
+the order of writes, or names the test that does, and fails if TorchRL exports a component that has no line.
 
 """
 

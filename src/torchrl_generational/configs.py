@@ -56,11 +56,11 @@ from torchrl.trainers.algorithms.configs.data import (
     TensorStorageConfig,
 )
 
-from torchrl_generational.buffers import GenerationalPrioritizedReplayBuffer
-from torchrl_generational.ensembles import GenerationalReplayBufferEnsemble
-from torchrl_generational.max_value import GenerationalTensorDictMaxValueWriter
-from torchrl_generational.samplers import GenerationalPrioritizedSampler
-from torchrl_generational.slices import GenerationalPrioritizedSliceSampler
+from torchrl_generational.buffers.ready_made import GenerationalPrioritizedReplayBuffer
+from torchrl_generational.ensembles.ensemble import GenerationalReplayBufferEnsemble
+from torchrl_generational.samplers.prioritized import GenerationalPrioritizedSampler
+from torchrl_generational.samplers.prioritized_slices import GenerationalPrioritizedSliceSampler
+from torchrl_generational.storages.max_value_writer import GenerationalTensorDictMaxValueWriter
 
 __all__ = [
     "GenerationalLazyMemmapStorageConfig",

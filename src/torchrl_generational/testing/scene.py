@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers.storages import TensorStorage
 
-from torchrl_generational import records
-from torchrl_generational.stamps import NEVER_WRITTEN
+from torchrl_generational.generations.write_protocol import NEVER_WRITTEN
+from torchrl_generational.records import record_io as records
 from torchrl_generational.testing.sequencer import Sequencer
 
 __all__ = ["BufferScene"]

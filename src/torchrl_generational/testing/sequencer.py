@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchrl_generational.locks import StorageLock
+from torchrl_generational.concurrency.storage_lock import StorageLock
 
 __all__ = ["Sequencer", "SteppedLock", "StuckError"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from torchrl_generational.buffers import GenerationalTensorDictPrioritizedReplayBuffer
-from torchrl_generational.protocols import SupportsGenerations, TracksGenerations
-from torchrl_generational.storages import GenerationalLazyTensorStorage
+from torchrl_generational.buffers.ready_made import GenerationalTensorDictPrioritizedReplayBuffer
+from torchrl_generational.generations.protocols import SupportsGenerations, TracksGenerations
+from torchrl_generational.storages.tensor_storages import GenerationalLazyTensorStorage
 from torchrl_generational.testing.explorer import Report, explore
 from torchrl_generational.testing.scene import BufferScene
 from torchrl_generational.testing.sequencer import Sequencer

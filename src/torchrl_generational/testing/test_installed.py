@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrl_generational.buffers import (
+from torchrl_generational.buffers.ready_made import (
     GenerationalTensorDictPrioritizedReplayBuffer,
     GenerationalTensorDictReplayBuffer,
 )
-from torchrl_generational.max_value import GenerationalTensorDictMaxValueWriter
-from torchrl_generational.samplers import GenerationalPrioritizedSampler
-from torchrl_generational.storages import GenerationalLazyMemmapStorage
+from torchrl_generational.samplers.prioritized import GenerationalPrioritizedSampler
+from torchrl_generational.storages.max_value_writer import GenerationalTensorDictMaxValueWriter
+from torchrl_generational.storages.round_robin_writers import GenerationalRoundRobinWriter
+from torchrl_generational.storages.tensor_storages import GenerationalLazyMemmapStorage
 from torchrl_generational.testing.suite import RaceSuite
-from torchrl_generational.writers import GenerationalRoundRobinWriter
 
 
 class TestPrioritizedBuffer(RaceSuite):

@@ -1,0 +1,442 @@
+"""Conditional updates: compare a sample's handles with the slots, and apply what is still there, in one section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import is_non_tensor, is_tensor_collection
+from torchrl.data.replay_buffers import ReplayBuffer
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+from torchrl_generational.generations.indexing import as_generation, as_int64, normalise_handles, repeats_from
+from torchrl_generational.generations.update_result import UpdateResult
+from torchrl_generational.priorities.tree_updates import checked_array, checked_priority, store_arrays
+from torchrl_generational.priorities.validation import match_shape
+from torchrl_generational.samplers.prioritized import store_checked, stores_arrays
+from torchrl_generational.storages.tensor_storages import GenerationalStorageMixin
+from torchrl_generational.tensors.arrays import array_of, index_array
+from torchrl_generational.tensors.compilation import runs_in_compiled_code, untraced
+from torchrl_generational.tensors.default_devices import without_default_device
+
+__all__ = ["PRIORITY", "ConditionalUpdates", "is_failed_draw", "submit_in_order"]
+
+#: Stands for the name of a field where what TorchRL was given to submit is no field but a priority.
+PRIORITY: Any = object()
+
+# A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
+_Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
+
+
+class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
+    """The conditional updates of :class:`GenerationalReplayBufferMixin`, which supplies storage and lock."""
+
+    # Totals of all conditional updates; tensors, so that CUDA is not synchronised. Guarded by the storage's lock.
+    _conditional_rows: int = 0
+    _conditional_updated: Any = 0
+    _conditional_rejected: Any = 0
+
+    def update_priority_if_present(self, *, index: Any, generation: Any, priority: Any) -> UpdateResult:
+        """Updates the priorities of the records that are still in their slots, and says which those were.
+
+        The comparison and the update are one critical section against every writer of the storage. A stale row
+        changes nothing: no priority, no running maximum, no default priority of later records. Rows are judged one by
+        one; where one record is named more than once, the last row wins and all of them count as updated.
+
+        Without a stale row the sampler ends in exactly the state that ``update_priority`` leaves.
+
+        Args:
+            index: as the sample carries it: int64 ``[...]``; or for a storage of ``n`` dimensions ``[..., n]`` or a
+                tuple of ``n`` coordinate tensors ``[...]``.
+            generation: the sample's ``index_generation``, int64 ``[...]``, and no other dtype: a stamp that was cast
+                may equal that of another record.
+            priority: a number, or real numbers ``[...]`` or ``[..., 1]``: tensor, array or list of any real dtype, on
+                any device. Finite and >= 0, as absolute TD errors are. Raw priorities: the sampler applies
+                ``(p + eps) ** alpha``.
+
+        Returns:
+            An :class:`UpdateResult` with masks of shape ``[...]``.
+
+        Raises:
+            TypeError: if the sampler has no priorities, or an argument has the wrong kind of numbers.
+            ValueError: if shapes do not fit, or a priority is NaN, infinite, negative or too large for the tree.
+            IndexError: if an index outside the storage comes with a generation that a record can have.
+            RuntimeError: if nothing has ever been written to the buffer.
+
+            Whatever is raised, nothing has changed.
+
+        Complexity: O(rows · log capacity). Safe from any thread, and against writers in other processes.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from torchrl_generational import GenerationalLazyTensorStorage
+            >>> from torchrl_generational import GenerationalTensorDictPrioritizedReplayBuffer
+            >>> rb = GenerationalTensorDictPrioritizedReplayBuffer(
+            ...     alpha=0.7, beta=0.5, storage=GenerationalLazyTensorStorage(8), batch_size=4
+            ... )
+            >>> index = rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
+            >>> sample = rb.sample()
+            >>> index = rb.extend(TensorDict({"x": torch.arange(8)}, [8]))  # the ring wraps
+            >>> rb.update_priority_if_present(
+            ...     index=sample["index"], generation=sample["index_generation"], priority=torch.rand(4)
+            ... )
+            UpdateResult(num_updated=0, num_stale=4, num_rejected=0, shape=(4,))
+        """
+        done: UpdateResult | None
+        if runs_in_compiled_code():
+            done = untraced(self.update_priority_if_present, index=index, generation=generation, priority=priority)
+        else:
+            done = self._update_arrays(index, generation, priority)
+        if done is not None:
+            return done
+        self._refuse_write()
+        storage = self._written_storage("update_priority_if_present")
+        sampler = self._priority_sampler("update_priority_if_present")
+        device = storage.slot_generations.device
+        # Copies from an accelerator wait for its queue: never under the lock.
+        generation = as_generation(generation, device)
+        if isinstance(index, tuple):
+            index = tuple(as_int64("index", part, device) for part in index)
+        else:
+            index = as_int64("index", index, device)
+        values = checked_priority(sampler, priority)
+        # the index space of a storage never changes once it is written
+        inner = int(getattr(storage, "record_ndim", 0))
+        handles = normalise_handles(index, generation, storage.generations.shape, device, inner=inner)
+        shape, parts = handles.shape, (handles.generation, handles.cells)
+        values = match_shape(
+            values, shape, lambda dim: repeats_from([part.reshape(shape) for part in parts], dim, inner)
+        )
+        with self._exclusive():
+            if storage is not self._storage or sampler is not self._priority_sampler("update_priority_if_present"):
+                # exchanged since they were looked up: begin again
+                return self.update_priority_if_present(index=index, generation=generation, priority=priority)
+            self._catch_up()
+            live = storage.slot_generations.live(handles.rows, handles.generation)
+            cells = handles.cells
+            if len(storage) < storage.generations.numel():
+                live &= cells < len(storage)
+            if not (live.numpy() if live.is_cpu else live).all():
+                cells = cells[live]
+                values = values[live.to(values.device)] if values.ndim else values
+            store_checked(sampler, cells, values)
+            result = UpdateResult(live.reshape(handles.shape))
+            self._count(result)
+        return result
+
+    def _update_arrays(self, index: Any, generation: Any, priority: Any) -> UpdateResult | None:
+        """The update where all three are what a training loop on the CPU has: tensors that need no conversion.
+
+        The same comparison and the same writes as on the general road, without its small tensors. ``None``, and
+        nothing has changed, where it does not apply or something is wrong.
+        """
+        stamps = array_of(generation) if self.initialized else None
+        if stamps is None or stamps.dtype != np.int64:
+            return None
+        with self._exclusive():
+            storage, sampler = self._storage, self._learners_sampler()
+            if not isinstance(storage, GenerationalStorageMixin) or storage.ndim > 1 or not stores_arrays(sampler):
+                return None
+            if storage.lock.elsewhere:
+                self._refuse_write()
+            generations = storage.slot_generations
+            if generations.log is not None:
+                self._refuse_elsewhere()
+                self._catch_up()
+            rows = index_array(index, storage._len)
+            checked = None if rows is None else checked_array(sampler, priority)
+            if rows is None or checked is None or rows.shape != stamps.shape:
+                return None
+            values, highest, limits = checked
+            live = generations.live_array(rows, stamps)
+            if live is None or (values.shape != rows.shape and values.shape != (*rows.shape, 1)):
+                return None
+            if values.ndim != 1:
+                values, rows = values.reshape(-1), rows.reshape(-1)
+            updated = int(np.count_nonzero(live))
+            if updated == len(rows):
+                store_arrays(sampler, rows, values, highest, limits)
+            elif updated:
+                chosen = live.reshape(-1)
+                store_arrays(sampler, rows[chosen], values[chosen], highest, limits)
+            self._conditional_rows += len(rows)
+            self._conditional_updated = self._conditional_updated + updated
+        return UpdateResult(torch.from_numpy(live))
+
+    def submit_update_priority_if_present(self, *, index: Any, generation: Any, priority: Any) -> Future[UpdateResult]:
+        """:meth:`update_priority_if_present` on a background thread, in order with prefetched batches.
+
+        Ordered as TorchRL's ``submit_update_if_present``: it runs after the batches that were drawn ahead when it was
+        submitted, before those that are drawn ahead later, and after all updates submitted earlier, of fields too. What
+        lies on CUDA and belongs on the CPU is copied without waiting for the device, in order with the caller's stream.
+
+        Args:
+            index: as in :meth:`update_priority_if_present`. Like the other two it is kept by reference, so do not
+                change it before the future is done.
+            generation: as there.
+            priority: as there.
+
+        Returns:
+            A future of an :class:`UpdateResult`. It also carries the errors of :meth:`update_priority_if_present`,
+            which the next ``sample``, ``synchronize`` or submission raises as well, as for TorchRL's. ``shutdown``
+            waits for it.
+
+        Raises:
+            RuntimeError: if the buffer has been shut down.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from torchrl_generational import GenerationalLazyTensorStorage
+            >>> from torchrl_generational import GenerationalTensorDictPrioritizedReplayBuffer
+            >>> rb = GenerationalTensorDictPrioritizedReplayBuffer(
+            ...     alpha=0.7, beta=0.5, storage=GenerationalLazyTensorStorage(8), batch_size=4
+            ... )
+            >>> index = rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
+            >>> sample = rb.sample()
+            >>> future = rb.submit_update_priority_if_present(
+            ...     index=sample["index"], generation=sample["index_generation"], priority=torch.rand(4)
+            ... )
+            >>> future.result().num_updated
+            4
+            >>> rb.shutdown()
+        """
+        if isinstance(index, tuple) and all(isinstance(part, torch.Tensor) for part in index):
+            index = torch.stack(index, -1)  # what TorchRL copies from CUDA
+        future: Future[UpdateResult] = self.submit_update_if_present(
+            index=index, generation=generation, patch={PRIORITY: priority}
+        )
+        return future
+
+    def submit_update_if_present(self, **update: Any) -> Future[UpdateResult]:
+        """:meth:`update_if_present` on a background thread, in order with prefetched batches; see TorchRL's.
+
+        A batch drawn ahead that failed, because the buffer was empty then, holds up neither this nor later samples.
+        """
+        self._ready()
+        return submit_in_order(self, super().submit_update_if_present, update)
+
+    def update_if_present(
+        self,
+        *,
+        index: Any,
+        generation: Any,
+        patch: Any,
+        version_key: Any = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> UpdateResult:
+        """TorchRL's conditional update of stored fields, with an :class:`UpdateResult`.
+
+        Args:
+            index: as in :meth:`update_priority_if_present`; for a storage of several dimensions also TorchRL's 1-D
+                form, which names whole rows.
+            generation: as in :meth:`update_priority_if_present`.
+            patch: mapping or tensordict of the fields to overwrite, leading dimensions as the records named.
+            version_key: stored per-record scalar that holds each record's version, if versions decide too.
+            version: incoming version, a scalar or one per record; together with ``version_key``.
+            require_newer: whether an equal version is rejected.
+
+        Returns:
+            An :class:`UpdateResult`; its ``rejected_mask`` is set if ``version_key`` was given.
+
+        Raises:
+            KeyError, ValueError: as TorchRL, for fields that do not exist or do not fit.
+            TypeError, ValueError, IndexError, RuntimeError: as :meth:`update_priority_if_present`.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from torchrl_generational import GenerationalLazyTensorStorage, GenerationalTensorDictReplayBuffer
+            >>> rb = GenerationalTensorDictReplayBuffer(storage=GenerationalLazyTensorStorage(8), batch_size=4)
+            >>> index = rb.extend(TensorDict({"x": torch.zeros(8)}, [8]))
+            >>> sample = rb.sample()
+            >>> rb.update_if_present(
+            ...     index=sample["index"], generation=sample["index_generation"], patch={"x": torch.ones(4)}
+            ... ).num_updated
+            4
+        """
+        if isinstance(patch, dict) and PRIORITY in patch:  # submitted, see above
+            return self.update_priority_if_present(index=index, generation=generation, priority=patch[PRIORITY])
+        if runs_in_compiled_code():
+            numbers = {"version_key": version_key, "version": version, "require_newer": require_newer}
+            done: UpdateResult = untraced(
+                self.update_if_present, index=index, generation=generation, patch=patch, **numbers
+            )
+            return done
+        self._refuse_write()
+        storage = self._written_storage("update_if_present")
+        device = storage.slot_generations.device
+        generation = as_generation(generation, device)
+        shape = generation.shape
+        space = storage.generations.shape
+        first: Any = None  # where a stored trajectory has its one handle
+        if len(space) > 1 and len(shape) == 1 and getattr(index, "shape", None) == shape:
+            # TorchRL's documented form here: dim-0 rows
+            handles = normalise_handles(index, generation, space[:1], device)
+            index, flat_generation = handles.rows, handles.generation
+            _check_patch(storage, patch, shape, 1)
+        else:
+            if not isinstance(index, tuple):
+                index = as_int64("index", index, device)
+            inner = int(getattr(storage, "record_ndim", 0))
+            if (
+                isinstance(index, torch.Tensor)
+                and index.shape == shape
+                and _repeats_handles(storage, patch, len(shape))
+            ):
+                # a stored trajectory repeats its handle over its own dimensions, and is patched as one record
+                first, lead = (..., *(0,) * inner), (..., *(None,) * inner)
+                if not bool(((index == index[first][lead]) & (generation == generation[first][lead])).all()):
+                    raise ValueError(
+                        f"The handles of shape {tuple(shape)} do not repeat along the last {inner} dimension(s), those "
+                        "of the records, and the patch has one value per record. Pass one handle per record, or the "
+                        "sample's as it carries them. Nothing was updated."
+                    )
+                index, generation = index[first], generation[first]
+            handles = normalise_handles(index, generation, space, device, inner=inner)
+            _check_patch(storage, patch, handles.shape, len(space))
+            flat_generation = handles.generation
+            index = handles.cells
+            if len(space) > 1:
+                index = torch.stack(torch.unravel_index(index, space), -1)
+        if isinstance(version, torch.Tensor) and version.shape == shape:
+            version = version[first] if first is not None else version
+            version = version.reshape(-1) if shape else version
+        with without_default_device():
+            outcome = super().update_if_present(
+                index=index,
+                generation=flat_generation,
+                patch=patch,
+                version_key=version_key,
+                version=version,
+                require_newer=require_newer,
+            )
+
+        def in_shape(mask: torch.Tensor | None) -> torch.Tensor | None:
+            if mask is None:
+                return None
+            mask = mask.reshape(generation.shape)
+            return mask.reshape(*mask.shape, *(1,) * (len(shape) - mask.ndim)).expand(shape)
+
+        updated = in_shape(outcome.updated)
+        assert updated is not None
+        result = UpdateResult(updated, in_shape(outcome.version_rejected))
+        with self._exclusive():
+            self._count(result)
+        return result
+
+    def _count(self, result: UpdateResult) -> None:
+        mask = result.updated_mask
+        self._conditional_rows += mask.numel()
+        updated = int(np.count_nonzero(mask.numpy())) if mask.is_cpu else mask.count_nonzero()
+        self._conditional_updated = self._conditional_updated + updated
+        if result.rejected_mask is not None:
+            self._conditional_rejected = self._conditional_rejected + result.rejected_mask.count_nonzero()
+
+    def _written_storage(self, method: str) -> Any:
+        storage = self.storage  # initialises a buffer with delayed_init
+        if not getattr(storage, "initialized", True):
+            with self._exclusive():  # takes over what another process wrote first
+                pass
+        if not getattr(storage, "initialized", True):
+            raise RuntimeError(
+                f"{type(self).__name__}.{method}: conditional updates require an initialized storage, and nothing has "
+                "been written to this buffer yet. Call add() or extend() first."
+            )
+        return storage
+
+    def _priority_sampler(self, method: str) -> PrioritizedSampler:
+        """The sampler that owns the priorities."""
+        sampler = self._drawing_sampler()
+        if not isinstance(sampler, PrioritizedSampler):
+            raise TypeError(
+                f"{type(self).__name__}.{method} needs a sampler with priorities, got {type(sampler).__name__}. Build "
+                "the buffer with sampler=GenerationalPrioritizedSampler(...), or use a prioritized buffer class."
+            )
+        return sampler
+
+    def _drawing_sampler(self) -> Any:
+        """The sampler that batches are drawn with, in the process that keeps it."""
+        self._refuse_elsewhere()
+        return self._learners_sampler()
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """TorchRL's snapshot, plus totals of all conditional updates since construction.
+
+        ``conditional_updated``: rows applied. ``conditional_stale``: rows refused because their record was gone.
+        """
+        stats: dict[str, int | float | bool] = super().stats()
+        with self._replay_lock:
+            updated, rejected = int(self._conditional_updated), int(self._conditional_rejected)
+            stats["conditional_updated"] = updated
+            stats["conditional_stale"] = self._conditional_rows - updated - rejected
+        return stats
+
+
+def is_failed_draw(error: BaseException | None) -> bool:
+    """Whether a draw ended because there was nothing to draw."""
+    return str(error).startswith("Cannot sample")  # TorchRL's words, and ours
+
+
+def submit_in_order(
+    rb: Any, submit: Callable[..., Future[UpdateResult]], update: dict[str, Any]
+) -> Future[UpdateResult]:
+    """Submits an update of ``rb`` by TorchRL's ``submit``, which leaves it out where a draw before it failed."""
+    done: Future[UpdateResult] = Future()
+    done.set_running_or_notify_cancel()
+
+    def settle(ended: Future[UpdateResult]) -> None:
+        try:
+            error = None if ended.cancelled() else ended.exception()
+            done.set_result(rb.update_if_present(**update) if is_failed_draw(error) else ended.result())
+        except BaseException as raised:
+            done.set_exception(raised)
+
+    with rb._futures_lock:
+        submitted = submit(**update)
+        rb._pending_update_futures[-1] = rb._sample_dependency = done  # for what is submitted or drawn later
+    submitted.add_done_callback(settle)
+    return done
+
+
+def _check_patch(storage: Any, patch: Any, shape: torch.Size, ndim: int) -> None:
+    """Refuses values that are not one per handle, in the handles' order, which TorchRL would bring into it.
+
+    Args:
+        storage: what is patched.
+        patch: its fields, of which those that are not stored are left to TorchRL to refuse.
+        shape: that of the handles; dimensions of size 1 do not count.
+        ndim: how many dimensions of the storage a handle names a place in.
+    """
+    for key, value in patch.items(True, True) if is_tensor_collection(patch) else patch.items():
+        stored = storage._storage.get(key, None) if is_tensor_collection(storage._storage) else None
+        if is_tensor_collection(stored) and not is_non_tensor(stored):
+            raise ValueError(
+                f"patch key {key!r} names a nested entry of the records. Nothing was updated. Name each of its fields, "
+                "as in patch={('nested', 'field'): values}, or pass a tensordict."
+            )
+        if isinstance(stored, torch.Tensor):
+            if is_tensor_collection(value):  # which NumPy would go through without an end
+                raise TypeError(f"patch key {key!r} must hold numbers, got a {type(value).__name__}.")
+            expected, came = (*shape, *stored.shape[ndim:]), np.shape(value)
+            if [size for size in came if size != 1] != [size for size in expected if size != 1]:
+                raise ValueError(
+                    f"shape mismatch for patch key {key!r}: got {tuple(came)}, expected {tuple(expected)}, handles of "
+                    f"shape {tuple(shape)} and then the field. Nothing was updated. Pass one value per handle, in the "
+                    "shape of the handles."
+                )
+
+
+def _repeats_handles(storage: Any, patch: Any, ndim: int) -> bool:
+    """Whether ``ndim`` dimensions of handles include those of stored trajectories, and the patch has one for each."""
+    inner = int(getattr(storage, "record_ndim", 0))
+    if not 0 < inner <= ndim:
+        return False
+    for key, value in patch.items(True, True) if is_tensor_collection(patch) else patch.items():
+        stored = storage._storage.get(key, None)
+        if stored is not None:
+            leading: int = np.ndim(value) - (stored.ndim - storage.ndim)
+            return leading == ndim - inner
+    return False

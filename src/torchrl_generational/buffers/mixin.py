@@ -1,0 +1,485 @@
+"""The mixin that stands in front of a TorchRL buffer: its lock, the handles of its samples, and its writes."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import wait
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import is_tensor_collection
+from tensordict.nn.utils import _set_dispatch_td_nn_modules
+from torchrl.data.replay_buffers import (
+    PrioritizedReplayBuffer,
+    RemoteTensorDictReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, SamplerWithoutReplacement
+from torchrl.data.replay_buffers.utils import pin_memory_output
+
+from torchrl_generational.buffers.checkpoints import CheckedCheckpoints
+from torchrl_generational.buffers.components import BufferParts
+from torchrl_generational.buffers.conditional_updates import ConditionalUpdates, is_failed_draw
+from torchrl_generational.buffers.field_updates import FieldUpdates
+from torchrl_generational.buffers.integrations import integration
+from torchrl_generational.buffers.process_sharing import SharedByProcesses
+from torchrl_generational.buffers.waiters import WakesWaiters
+from torchrl_generational.concurrency.deferred_signals import run_through
+from torchrl_generational.concurrency.write_access import refuse_left_behind
+from torchrl_generational.generations.indexing import as_rows, cells_in, leading_shape, rows_of, rows_written
+from torchrl_generational.generations.protocols import observers_of
+from torchrl_generational.generations.slot_generations import GENERATION_KEY, SlotGenerations
+from torchrl_generational.priorities.tree_updates import forget
+from torchrl_generational.records.cursors import plain_cursor
+from torchrl_generational.records.incoming import Inverted
+from torchrl_generational.records.row_tracking import follow, steps_of
+from torchrl_generational.samplers.torn_rows import rows_drawn_together, whole_records
+from torchrl_generational.storages.moments import check_moment
+from torchrl_generational.storages.shared_storage import SharableStorage
+from torchrl_generational.tensors.compilation import is_traced, runs_in_compiled_code, untraced
+from torchrl_generational.tensors.default_devices import has_default_device, without_default_device
+from torchrl_generational.tensors.same_width import assign
+
+__all__ = ["GenerationalReplayBufferMixin", "Section"]
+
+# TorchRL's four plain buffers: their _sample is what the mixin replaces.
+_PLAIN_BUFFERS = (
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+)
+
+
+class GenerationalReplayBufferMixin(
+    WakesWaiters, SharedByProcesses, BufferParts, CheckedCheckpoints, ConditionalUpdates, FieldUpdates
+):
+    """Adds generations and conditional priority updates to a TorchRL buffer class; stands in front of it.
+
+    The storage defaults to :class:`GenerationalLazyTensorStorage` of 1000 records and the writer to the round-robin
+    writer of this package. Every other argument is that of the class behind.
+
+    Args:
+        writer: a writer that tracks generations, or a callable that makes one. Taken here so that TorchRL's
+            prioritized buffers, which have no such argument, accept it too.
+        **kwargs: the arguments of the class behind.
+
+    Raises:
+        TypeError: if the storage or the writer cannot track generations; names the class to use.
+        ValueError: if a prioritized sampler is smaller than the storage.
+
+    Thread safety: all methods may be called from any thread. They hold the lock of the *storage*, so buffers on one
+    storage exclude each other. Lock order: futures lock, then storage lock.
+
+    Example:
+        >>> from torchrl.data import TensorDictReplayBuffer
+        >>> class MyBuffer(GenerationalReplayBufferMixin, TensorDictReplayBuffer):
+        ...     pass
+        >>> MyBuffer(batch_size=4).storage.supports_generations
+        True
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        behind = cls.__mro__[cls.__mro__.index(GenerationalReplayBufferMixin) + 1 :]
+        for base in behind:
+            if "_sample" in vars(base) and base not in _PLAIN_BUFFERS:
+                raise TypeError(
+                    f"{cls.__name__}: the mixin replaces _sample, and {base.__name__} has one of its own that would be "
+                    "skipped. Put what it does into a sampler, a transform or a class in front of the mixin."
+                )
+            if base is RemoteTensorDictReplayBuffer:
+                raise TypeError(
+                    f"{cls.__name__}: RemoteTensorDictReplayBuffer forwards the methods that TorchRL knows, and no "
+                    "conditional update. Any buffer of this package can be made in another process by "
+                    "torch.distributed.rpc.remote(worker, GenerationalTensorDictReplayBuffer, kwargs=...), and its "
+                    "methods called by rref.rpc_sync()."
+                )
+
+    # ---------------------------------------------------------------- Ray
+
+    @classmethod
+    def _ServiceClass(cls, service_backend: str, *args: Any, **kwargs: Any) -> Any:  # noqa: N802  TorchRL's name
+        """What ``service_backend="ray"`` makes."""
+        if service_backend != "ray":
+            return super()._ServiceClass(service_backend, *args, **kwargs)
+        return integration("ray").served(cls, *args, **kwargs)
+
+    @classmethod
+    def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
+        """TorchRL's ``as_remote``, of a class whose handles do not outlive a restart of its actor. Needs Ray."""
+        in_actor = integration("ray").in_actor(cls)
+        return super(GenerationalReplayBufferMixin, in_actor).as_remote(remote_config)
+
+    # ---------------------------------------------------------------- locks
+
+    # The lock belongs to the storage and covers processes too once shared: TorchRL's `with self._replay_lock,
+    # self._write_lock` therefore takes it once, and so does every method that in TorchRL takes only the first.
+
+    @property
+    def _replay_lock(self) -> Any:
+        return _lock_of(self.__dict__)
+
+    @_replay_lock.setter
+    def _replay_lock(self, lock: Any) -> None:
+        self.__dict__["_replay_lock"] = lock
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._initialized and hasattr(self._storage, "lock"):
+            self._lend_lock()
+
+    def _on_storage_unpickled(self) -> None:
+        """Whichever of the two is complete last ties them together."""
+        if "_sampler" in vars(self):
+            self._lend_lock()
+            check_moment(self._storage, self._moment)
+
+    def _exclusive(self) -> Any:
+        """Holds the storage's lock. Traced code cannot: its graph ends here, or with ``compilable`` holds nothing."""
+        if is_traced() and self._storage._compilable:
+            return contextlib.nullcontext()
+        return without_default_device(Section(self)) if has_default_device() else Section(self)
+
+    def _stays_out_of_graphs(self) -> bool:
+        """Whether a method that ``torch.compile`` is about to trace has to be called :func:`untraced` instead."""
+        return runs_in_compiled_code() and not getattr(self.__dict__.get("_storage"), "_compilable", False)
+
+    # ---------------------------------------------------------------- sampling
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False, **deprecated: Any) -> Any:
+        """Draws a batch; see TorchRL's ``sample``. Prefetched draws that failed are drawn again.
+
+        A draw made ahead fails where another thread empties the buffer; by now there may be records.
+        """
+        if self._prefetch:
+            with self._futures_lock:
+                wait((*self._prefetch_queue,)[:1])  # the next one
+                self._drop_failed_batches()
+        # by keyword: TorchRL's RPC buffer asks itself again, and forgets the second argument
+        return super().sample(batch_size, return_info=return_info, **deprecated)
+
+    def _synchronize_futures_locked(self) -> None:
+        """Waits for work in flight, of which a failed draw spoils nothing: neither a checkpoint nor a restore."""
+        wait(self._prefetch_queue)
+        self._drop_failed_batches()
+        super()._synchronize_futures_locked()
+
+    @pin_memory_output  # type: ignore[untyped-decorator]
+    def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        if self._stays_out_of_graphs():
+            drawn: tuple[Any, dict[str, Any]] = untraced(self._sample, batch_size)
+            return drawn
+        with self._exclusive():
+            storage = self._storage
+            sampler = self._drawing_sampler()
+            self._catch_up()
+            if storage.slot_generations.interrupted:
+                unit = rows_drawn_together(sampler, self._sample_unit, batch_size)
+                once = isinstance(sampler, SamplerWithoutReplacement)
+                index, info = whole_records(lambda: self._draw(sampler, batch_size), unit=unit, once=once)
+            else:
+                index, info = self._draw(sampler, batch_size)
+            data = storage.get(on_device_of(index, storage))
+        return self._finish_sample(data, info)
+
+    def _draw(self, sampler: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """An index, and an info with the handles of what it names. Lock held."""
+        storage = self._storage
+        index, info = sampler.sample(storage, batch_size)
+        if storage.ndim > 1 and isinstance(index, torch.Tensor) and (index.ndim < 2 or index.shape[-1] != storage.ndim):
+            raise TypeError(
+                f"{type(sampler).__name__} draws an index of shape {tuple(index.shape)}, which does not say where the "
+                f"records are in the {storage.ndim} dimensions of the storage. Use a storage of one dimension, or a "
+                "sampler that draws coordinates, as RandomSampler and GenerationalPrioritizedSampler do."
+            )
+        if self._sample_unit is not None:
+            if isinstance(index, tuple) and len(index) == 1:
+                (index,) = index  # of a slice sampler, which the unit would take for rows of one coordinate
+            index, info = self._sample_unit.expand(index, info, storage)
+            if "anchor_index" in info:
+                info["anchor_generation"] = self._generations_now(info["anchor_index"])
+        info["index"] = index
+        if self._sample_unit is not None or GENERATION_KEY not in info:
+            info[GENERATION_KEY] = self._generations_now(index)
+        return index, info
+
+    def _get_collate_fn(self, collate_fn: Any) -> None:
+        self._collates_itself = collate_fn is not None
+        super()._get_collate_fn(collate_fn)
+
+    def _finish_sample(self, data: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Collates and transforms what was drawn; handles follow their records."""
+        if self._collates_itself:
+            data, info = follow(data, info, self._collate_fn)
+        else:
+            data = self._collate_fn(data)
+        if self._transform is not None and len(self._transform):
+            given, collection = data, is_tensor_collection(data)
+            locked = collection and data.is_locked
+            try:
+                if locked:  # not `with given.unlock_()`, which loses what is raised inside
+                    given.unlock_()
+                with _set_dispatch_td_nn_modules(collection):
+                    for transform in steps_of(self._transform):
+                        data, info = follow(data, info, transform, attach=self._visible_handles)
+            finally:
+                if locked:
+                    given.lock_()
+        return data, info
+
+    #: Entries of the info that a transform of this class of buffers finds in the batch.
+    _visible_handles: tuple[str, ...] = ()
+    _collates_itself = False
+
+    def _generations_now(self, index: Any) -> torch.Tensor:
+        """Stamps of an index that a sampler just drew. Lock held."""
+        generations: SlotGenerations = self._storage.slot_generations
+        if isinstance(index, torch.Tensor) and self._storage.ndim > 1:
+            index = index.unbind(-1)
+        return generations.lookup(rows_of(index))
+
+    # ---------------------------------------------------------------- writing
+
+    def _add(self, data: Any) -> Any:
+        if self._stays_out_of_graphs():
+            return untraced(self._add, data)
+        self._refuse_write()
+        with self._exclusive():
+            if self._storage.ndim == 1 and not self._is_consuming():
+                written = self._writer.add(data)
+                self._sampler.add(written)
+                self._notify_replay_state_change()
+                return written
+            self._check_rounding(leading_shape(data)[: self._storage.ndim - 1])
+            self._check_consumed(data, None)
+            return super()._add(data)
+
+    def extend(self, data: Any, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Writes records; see TorchRL's ``extend``."""
+        if type(data) is Inverted:
+            return self._extend(data.data)
+        written: torch.Tensor = super().extend(data, update_priority=update_priority)
+        return written
+
+    def _extend(self, data: Any, *, update_priority: bool = True) -> torch.Tensor:
+        written: torch.Tensor
+        if self._stays_out_of_graphs():
+            written = untraced(self._extend, data, update_priority=update_priority)
+            return written
+        self._refuse_write()
+        with self._exclusive():
+            if self._storage.ndim == 1 and not self._is_consuming():
+                written = self._writer.extend(data)
+                self._sampler.extend(written)
+                self._notify_replay_state_change()
+                return written
+            shape = list(leading_shape(data)[: self._storage.ndim])
+            if len(shape) > self.dim_extend:
+                del shape[self.dim_extend]
+            self._check_rounding(shape)
+            self._check_consumed(data, self._get_batch_size(data))
+            index: torch.Tensor = super()._extend(data, update_priority=update_priority)
+        return index
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Puts new records into slots: their stamps advance, and they get the sampler's default priority."""
+        self._ready()
+        self._refuse_write()
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        with self._exclusive(), torch.no_grad():
+            storage = self._storage
+            if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
+                self._set_field(index, value)
+                return
+            if isinstance(index, tuple):
+                # TorchRL writes this form through a view, past the storage's own set()
+                view, index, value, rows = self._checked_view(index, value)
+                generations = storage.slot_generations
+                if isinstance(storage, SharableStorage):
+                    storage._about_to_write()
+                try:
+                    generations.begin(rows)
+                    assign(view, index, value)
+                    storage._bump_mutation_revision()
+                except BaseException:
+                    getattr(storage, "abandon", generations.abandon)(rows)
+                    raise
+                generations.complete(rows)
+                if isinstance(storage, SharableStorage):
+                    storage._wrote()
+            else:
+                num_rows = storage.generations.shape[0]
+                index = plain_cursor(index, num_rows)
+                rows = as_rows(rows_written(index if self.dim_extend == 0 else slice(None), num_rows), num_rows)
+                super().__setitem__(index, value)
+            rows = rows[rows < storage._len_along_dim0]
+            cells = cells_in(rows, storage.generations.shape)
+            for entity in storage._attached_entities:
+                entity.mark_update(cells)
+
+    def mark_update(self, index: Any) -> None:
+        """Gives the records at ``index`` the sampler's default priority.
+
+        Where a learner follows the writers (``shared``, ``sync=False``), it does so before it next samples or updates,
+        for the records that are new to it.
+        """
+        self._ready()
+        self._refuse_write()
+        with self._exclusive():
+            if not self._follows:
+                super().mark_update(index)
+
+    def _on_records_torn(self, rows: torch.Tensor) -> None:
+        """Slots without a record are not drawn. Lock held."""
+        sampler = self._learners_sampler()
+        if not self._follows and isinstance(sampler, PrioritizedSampler):
+            forget(sampler, cells_in(rows, self._storage.generations.shape).to(sampler.device))
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Writes priorities by raw index, whatever record is there now; see the sampler's ``update_priority``.
+
+        Prefer :meth:`update_priority_if_present`.
+        """
+        if isinstance(priority, float | list | tuple | np.ndarray):
+            with contextlib.suppress(ValueError, TypeError, RuntimeError):  # what is no number is refused below
+                given = torch.as_tensor(priority, device="cpu")
+                if given.is_floating_point():  # TorchRL makes it float32, whatever the tree's
+                    priority = torch.as_tensor(priority, dtype=torch.float64, device="cpu")
+        self._ready()
+        self._refuse_write()
+        with self._exclusive():
+            self._refuse_elsewhere()
+            self._catch_up()
+            super().update_priority(index, priority)
+
+    def write_all(self, data: Any, end: int | None = None) -> None:
+        """Puts new records into the first slots, in one section; see ``__setitem__``."""
+        self._ready()
+        with self._exclusive():
+            super().write_all(data, end)
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Sets the generator that all parts draw from; ``None`` for torch's global one (``torch.manual_seed``)."""
+        self._ready()
+        refuse_left_behind(self._replay_lock)
+        with self._exclusive():
+            super().set_rng(generator)
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Removes all records: every handle is stale and prefetched batches are dropped.
+
+        Args:
+            empty_write_count: whether the count of written records starts again at 0.
+        """
+        self._ready()
+        self._refuse_write()
+        with self._futures_lock:
+            self._drop_prefetched()
+            with self._exclusive():
+                run_through(lambda: self._empty_parts(empty_write_count))
+
+    def _empty_parts(self, empty_write_count: bool) -> None:
+        """Empties all parts, and those of other buffers on the storage. Lock held."""
+        super().empty(empty_write_count=empty_write_count)
+        # A sibling that went on from its old cursor would leave slots below the length without a record.
+        for sibling in observers_of(self._storage):
+            if sibling is not self:
+                sibling._on_records_replaced()
+
+    def _drop_prefetched(self) -> None:
+        """Drops prefetched batches when all work in flight is done. Futures lock held, storage's lock not.
+
+        Nothing is cancelled: a submitted update may wait for a batch.
+        """
+        wait((*self._prefetch_queue, *self._pending_update_futures))
+        self._prefetch_queue.clear()
+        self._sample_dependency = None
+
+    def _drop_failed_batches(self) -> None:
+        """Drops draws that ended because there was nothing to draw. Futures lock held."""
+        queue = self._prefetch_queue
+        for future in [future for future in queue if future.done() and is_failed_draw(future.exception())]:
+            queue.remove(future)
+
+
+class Section:
+    """The lock of a buffer's storage, also if the storage is exchanged while this thread waits for it.
+
+    Where an exception leaves the section, slots whose record may lack its data or its priority hold no record. Leaving
+    one that was not entered does nothing.
+    """
+
+    __slots__ = ("buffer", "lock", "outermost")
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self.lock: Any = None  # as long as it is held
+        self.outermost: Any = None  # the stamps, if this is the outermost section of their storage
+
+    def __enter__(self) -> None:
+        fields, held = self.buffer.__dict__, False
+        lock: Any = None
+        try:
+            while True:
+                lock = _lock_of(fields)
+                held = lock.acquire()
+                if lock is _lock_of(fields):
+                    break
+                held = lock.release()
+            storage = fields.get("_storage")
+            if storage is not None:
+                if not getattr(storage, "initialized", True) and isinstance(storage, SharableStorage):
+                    storage.join()
+                generations = getattr(storage, "slot_generations", None)
+                if generations is not None and generations.opened is None:
+                    self.outermost = generations
+                    generations.opened = []
+            self.lock = lock
+        except BaseException:
+            if self.outermost is not None:
+                self.outermost.opened = None
+            if held:
+                lock.release()
+            raise
+
+    def __exit__(self, kind: Any, *exc: object) -> None:
+        lock, self.lock = self.lock, None
+        if lock is None:
+            return
+        try:
+            if kind is not None:
+                self._abandon()
+        finally:
+            if self.outermost is not None:
+                self.outermost.opened = None
+            lock.release()
+
+    def _abandon(self) -> None:
+        """Has the slots not drawn to which this section, or one around it, has begun to write."""
+        storage: Any = self.buffer._storage
+        generations: Any = getattr(storage, "slot_generations", None)
+        for rows in () if generations is None else generations.opened or ():
+            getattr(storage, "abandon", generations.abandon)(rows)
+
+
+def _lock_of(fields: dict[str, Any]) -> Any:
+    """The lock of the buffer that has these fields."""
+    try:
+        return fields["_storage"].lock
+    except (KeyError, AttributeError):  # neither with delayed_init nor while it is being unpickled is there a storage
+        return fields["_replay_lock"]
+
+
+def on_device_of(index: Any, storage: Any) -> Any:
+    """A sampler's index where the storage can use it."""
+    device = getattr(storage, "device", None)
+    if device is None or device == "auto":
+        return index
+    if isinstance(index, tuple):
+        return tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in index)
+    return index.to(device) if isinstance(index, torch.Tensor) else index
