@@ -74,7 +74,7 @@ def use_conditional_updates(replay_buffer: _BufferT, conditional: bool = True) -
     return replay_buffer
 
 
-class LogStaleUpdates(TrainerHookBase):  # type: ignore[misc]  # TorchRL is untyped
+class LogStaleUpdates(TrainerHookBase):
     """Logs how many priority updates came too late, through the logger of a trainer.
 
     At the trainer's ``log_interval`` it logs ``num_updated``, ``num_stale`` and ``stale_fraction`` of all conditional
@@ -169,7 +169,7 @@ class LogStaleUpdates(TrainerHookBase):  # type: ignore[misc]  # TorchRL is unty
         trainer.register_op("post_steps_log", self)
 
 
-class GenerationalReplayBufferTrainer(ReplayBufferTrainer):  # type: ignore[misc]
+class GenerationalReplayBufferTrainer(ReplayBufferTrainer):
     """:class:`~torchrl.trainers.ReplayBufferTrainer` that updates the priorities of records that are still there.
 
     It collects, samples, and saves as TorchRL's hook does, and its checkpoints and those load into each other.

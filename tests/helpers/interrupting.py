@@ -15,6 +15,7 @@ import torch
 
 import torchrl_generational as g
 from torchrl_generational.concurrency import process_lock as process_locks
+from torchrl_generational.concurrency.deferred_signals import deferral
 
 _HOME = str(Path(g.__file__).parent)
 #: Once these have begun, nothing of Python's can stop them half-way: Ctrl-C is deferred in them, and they allocate
@@ -183,6 +184,9 @@ def faults_after(
         updates: whether the call may have changed priorities of records that are there.
     """
     faults = []
+    if deferral.depth:
+        deferral.back_to(0)
+        return ["signals stay deferred"]
     wait(rb._pending_update_futures)  # what was submitted goes on, whoever was interrupted
     lock = rb.storage.lock
     if lock._depth or not free_for_others(lock._threads, rb._futures_lock):

@@ -6,13 +6,14 @@ If one of these fails after an upgrade of TorchRL, its message says which part o
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 
 import numpy as np
 import pytest
 import torch
 from support import AFTER_0_14
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict, tensorclass
 from torchrl.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -35,6 +36,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from torchrl.trainers import Trainer
     from torchrl.trainers.algorithms.td3 import TD3OptimizationStepper
+
+
+@tensorclass
+class Point:
+    x: torch.Tensor
+    name: str
 
 
 def relies(condition: bool, on: str, used_in: str) -> None:
@@ -187,6 +194,43 @@ def test_ray_buffers_have_the_parts_known_here():
     source = inspect.getsource(ray_buffer)
     for name in ("self._rb", "self._client", "self._service_cls", "self._distributed_batch_size", "_getattr.remote"):
         relies(name in source, f"{name} in RayReplayBuffer", "ray")
+
+
+def test_a_ray_buffer_is_closed_and_its_actor_changed_by_the_names_used_here():
+    from torchrl.data.replay_buffers import ray_buffer
+
+    source = inspect.getsource(ray_buffer)
+    relies("_runtime_lease.release()" in source, "RayReplayBuffer._runtime_lease", "ray.actors")
+    relies("_setattr.remote(" in source, "_setattr of an actor", "ray.actors")
+
+
+def test_stacks_and_files_of_tensordict_have_the_names_used_here(tmp_path):
+    data = TensorDict({"x": torch.zeros(2)}, [2]).memmap(tmp_path)
+    relies(
+        str(data["x"]._filename).startswith(str(tmp_path)), "MemoryMappedTensor._filename", "storages.shared_storage"
+    )
+    stack = NonTensorStack._from_list(["a", "b"], device=None)
+    relies(stack.tolist() == ["a", "b"], "NonTensorStack._from_list (of tensordict)", "persistence.kept_objects")
+    held = Point(x=torch.zeros(2), name="a", batch_size=[2])
+    relies(held._non_tensordict == {}, "_non_tensordict of a tensorclass", "records.record_io")
+    again = held._from_tensordict(held._tensordict, {})
+    relies(again.name == "a", "_from_tensordict of a tensorclass", "records.record_io")
+
+
+def test_modules_keep_their_hooks_under_the_names_used_here():
+    module = torch.nn.Identity()
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        relies(not getattr(module, name), f"Module.{name} (of torch)", "records.row_tracking")
+
+
+def test_prefetching_buffers_keep_their_threads_under_the_names_used_here():
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2, prefetch=3)
+    relies(rb._prefetch_cap == 3, "ReplayBuffer._prefetch_cap", "buffers.work_in_flight")
+    relies(hasattr(rb, "_iterator"), "ReplayBuffer._iterator", "buffers.work_in_flight")
+
+
+def test_python_gives_a_handler_the_frame_that_is_running():
+    relies(sys._getframe().f_code.co_name.startswith("test_"), "sys._getframe", "concurrency.deferred_signals")
 
 
 def test_a_checkpoint_of_a_buffer_has_the_parts_known_here(tmp_path):

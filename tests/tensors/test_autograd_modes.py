@@ -15,7 +15,7 @@ import torch
 from support import filled, prioritized, records, transfer
 from tensordict import is_tensor_collection
 from test_beside_compile import plain
-from test_default_device import BUFFERS, steps_of
+from test_default_devices import BUFFERS, steps_of
 from test_gradients import LAYOUTS, buffer_for
 
 import torchrl_generational as g

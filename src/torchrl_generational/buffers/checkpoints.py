@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler
 
+from torchrl_generational.buffers.base import BufferBase
+from torchrl_generational.buffers.work_in_flight import refuse_in_own_draw
 from torchrl_generational.concurrency.folder_lock import refuse_used_folder
 from torchrl_generational.generations.slot_generations import ReadyStamps
 from torchrl_generational.persistence import manifest
@@ -29,11 +29,8 @@ from torchrl_generational.tensors.autograd_modes import making_what_is_kept
 
 __all__ = ["CheckedCheckpoints", "parts_of_state", "plain_state", "refuse_no_dict"]
 
-# A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
-_Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
 
-
-class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
+class CheckedCheckpoints(BufferBase):
     """The checkpoints of :class:`GenerationalReplayBufferMixin`, which supplies storage and lock."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -44,7 +41,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         records and stamps, and neither the priorities nor the prefetched batches.
         """
         self._ready()
-        self._refuse_in_own_draw("state_dict")
+        refuse_in_own_draw(self, "state_dict")
         with self._futures_lock:
             self.synchronize()  # work in flight needs the storage's lock
             with self._exclusive():
@@ -66,7 +63,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         """
         self._ready()
         self._refuse_write()
-        self._refuse_in_own_draw("load_state_dict")
+        refuse_in_own_draw(self, "load_state_dict")
         parts = parts_of_state(state_dict)
         with self._futures_lock:
             self.synchronize()  # work in flight needs the storage's lock
@@ -146,16 +143,6 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             with making_what_is_kept():
                 storage._set_last_cursor(torch.tensor([newest % rows], device="cpu"))
 
-    def _refuse_in_own_draw(self, method: str) -> None:
-        """Refuses to wait for all prefetched draws in one of them, where a transform calls back."""
-        threads = getattr(getattr(self, "_prefetch_executor", None), "_threads", ())
-        if threading.current_thread() in threads:
-            raise RuntimeError(
-                f"{type(self).__name__}.{method} waits for the draws that are made ahead, and was called in one of "
-                "them, by a transform or a collate_fn: it would wait for good. Call it outside of them, or make the "
-                "buffer with prefetch=0."
-            )
-
     def _clone_prefetch_result(self, result: Any) -> Any:
         """TorchRL's fails for samples with a stack of objects that are no tensors."""
         return unshared(result)
@@ -180,7 +167,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 changed then.
         """
         self._ready()
-        self._refuse_in_own_draw("dumps")
+        refuse_in_own_draw(self, "dumps")
         path = Path(path).absolute()
         path.mkdir(exist_ok=True)
         with self._futures_lock:
@@ -218,7 +205,7 @@ class CheckedCheckpoints(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         """
         self._ready()
         self._refuse_write()
-        self._refuse_in_own_draw("loads")
+        refuse_in_own_draw(self, "loads")
         path = Path(path).absolute()
         with self._futures_lock:
             self.synchronize()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, Writer
 
-from torchrl_generational.buffers.process_sharing import keeps_priorities
+from torchrl_generational.buffers.absent_sampler import keeps_priorities
+from torchrl_generational.buffers.base import BufferBase
+from torchrl_generational.buffers.process_sharing import check_sharable, share_storage
+from torchrl_generational.buffers.work_in_flight import drop_prefetched
 from torchrl_generational.concurrency.deferred_signals import run_through
 from torchrl_generational.generations.protocols import SupportsGenerations, generations_on
 from torchrl_generational.generations.write_protocol import NEVER_WRITTEN
@@ -24,11 +26,8 @@ from torchrl_generational.storages.tensor_storages import GenerationalLazyTensor
 
 __all__ = ["BufferParts"]
 
-# A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
-_Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
 
-
-class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
+class BufferParts(BufferBase):
     """Storage, sampler and writer of :class:`GenerationalReplayBufferMixin`, which supplies the lock."""
 
     # TorchRL's; the last three guarded by the storage's lock
@@ -38,23 +37,11 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     _sampler: Any
     _consume_after_n_samples: Any
     _follower: Any
-    _initializing: int | None = None  # the thread that puts the parts in place
     _default_writer: type[Writer] = GenerationalRoundRobinWriter
 
     def __init__(self, *, writer: Any = None, **kwargs: Any) -> None:
         self._wanted_writer = writer
         super().__init__(**kwargs)
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the parts are in place. False to other threads while one is putting them there."""
-        by = self._initializing
-        return self._initialized and (by is None or by == threading.get_ident())
-
-    def _ready(self) -> None:
-        """Initialises a buffer with ``delayed_init``."""
-        if not self.initialized:
-            self._init()
 
     def _init(self) -> None:
         with self.__dict__["_replay_lock"]:  # the buffer's own: it has no storage yet
@@ -77,14 +64,10 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         self._wanted_writer = None
         self._lend_lock()
         if self.shared:
-            self._share_storage()
+            share_storage(self)
         elif not getattr(self, "_sync", True) or self._storage.slot_generations.log is not None:
             with self._storage.lock:
                 self._keep_log(known=False)
-
-    def _with_learners(self, sampler: Any) -> tuple[Any, Any]:
-        """``sampler``, and the one that TorchRL keeps for the learner with ``sync=False`` (else ``None``)."""
-        return sampler, self.__dict__.get("_prioritized_sampler")
 
     def _lend_lock(self) -> None:
         """Lets the samplers hold the storage's lock where they change their trees on their own (annealing)."""
@@ -103,12 +86,14 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     def _maybe_make_storage(self, storage: Any, compilable: bool | None) -> Storage:
         if storage is None:
             return GenerationalLazyTensorStorage(1_000, compilable=bool(compilable))
-        return super()._maybe_make_storage(storage, compilable=compilable)
+        made: Storage = super()._maybe_make_storage(storage, compilable=compilable)
+        return made
 
     def _make_writer(self) -> Writer:
         if self._wanted_writer is None:
             return self._default_writer(compilable=bool(self._init_compilable))
-        return super()._maybe_make_writer(self._wanted_writer)
+        made: Writer = super()._maybe_make_writer(self._wanted_writer)
+        return made
 
     def _maybe_make_writer(self, writer: Any) -> Writer:
         """The writer wanted here, whichever default the class behind passes on."""
@@ -133,7 +118,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                 "GenerationalTensorDictMaxValueWriter."
             )
         if self.shared or storage.lock.is_shared:
-            self._check_sharable(storage, sampler, writer)
+            check_sharable(self, storage, sampler, writer)
         for candidate in self._with_learners(sampler):
             if isinstance(candidate, GenerationalPrioritizedSampler):
                 candidate.fit(storage)
@@ -158,7 +143,7 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
 
     # ---------------------------------------------------------------- exchange of parts
 
-    def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
+    def set_storage(self, storage: Any, collate_fn: Any = None) -> Storage:
         """Replaces the storage and returns the previous one. Every handle of either is stale, prefetched batches too.
 
         All samplers of this buffer start again: the records of the new storage get the default priority. So does the
@@ -177,10 +162,10 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         self._refuse_write()
         self._refuse_exchange("set_storage")
         with self._futures_lock:
-            self._drop_prefetched()
+            drop_prefetched(self)
             with self._exclusive():
                 self._check_parts(storage, self._sampler, self._writer)
-                previous: Storage = self._storage
+                previous: Any = self._storage
                 storage.slot_generations.check_later(previous.slot_generations.incarnation)
                 if not storage._attached_entities:
                     storage.lock = previous.lock  # threads that wait for it now find the new storage behind it
@@ -192,7 +177,8 @@ class BufferParts(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
                         if self._storage is storage and self not in storage._attached_entities:
                             self._storage = previous
                         raise
-        return previous
+        replaced: Storage = previous
+        return replaced
 
     def _begin_with(self, storage: Any, previous: Any) -> None:
         """Starts all parts again on a storage that has taken the place of another. Locks held."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import is_non_tensor, is_tensor_collection
-from torchrl.data.replay_buffers import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
+from torchrl_generational.buffers.base import BufferBase
+from torchrl_generational.buffers.work_in_flight import submit_in_order
 from torchrl_generational.generations.indexing import as_generation, as_int64, normalise_handles, repeats_from
 from torchrl_generational.generations.update_result import UpdateResult
 from torchrl_generational.priorities.tree_updates import checked_array, checked_priority, store_arrays
@@ -22,16 +22,13 @@ from torchrl_generational.tensors.arrays import array_of, index_array
 from torchrl_generational.tensors.compilation import runs_in_compiled_code, untraced
 from torchrl_generational.tensors.default_devices import without_default_device
 
-__all__ = ["PRIORITY", "ConditionalUpdates", "is_failed_draw", "submit_in_order"]
+__all__ = ["PRIORITY", "ConditionalUpdates"]
 
 #: Stands for the name of a field where what TorchRL was given to submit is no field but a priority.
 PRIORITY: Any = object()
 
-# A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
-_Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
 
-
-class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
+class ConditionalUpdates(BufferBase):
     """The conditional updates of :class:`GenerationalReplayBufferMixin`, which supplies storage and lock."""
 
     # Totals of all conditional updates; tensors, so that CUDA is not synchronised. Guarded by the storage's lock.
@@ -216,6 +213,7 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
         A batch drawn ahead that failed, because the buffer was empty then, holds up neither this nor later samples.
         """
         self._ready()
+        self._refuse_write()
         return submit_in_order(self, super().submit_update_if_present, update)
 
     def update_if_present(
@@ -357,11 +355,6 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             )
         return sampler
 
-    def _drawing_sampler(self) -> Any:
-        """The sampler that batches are drawn with, in the process that keeps it."""
-        self._refuse_elsewhere()
-        return self._learners_sampler()
-
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's snapshot, plus totals of all conditional updates since construction.
 
@@ -373,32 +366,6 @@ class ConditionalUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             stats["conditional_updated"] = updated
             stats["conditional_stale"] = self._conditional_rows - updated - rejected
         return stats
-
-
-def is_failed_draw(error: BaseException | None) -> bool:
-    """Whether a draw ended because there was nothing to draw."""
-    return str(error).startswith("Cannot sample")  # TorchRL's words, and ours
-
-
-def submit_in_order(
-    rb: Any, submit: Callable[..., Future[UpdateResult]], update: dict[str, Any]
-) -> Future[UpdateResult]:
-    """Submits an update of ``rb`` by TorchRL's ``submit``, which leaves it out where a draw before it failed."""
-    done: Future[UpdateResult] = Future()
-    done.set_running_or_notify_cancel()
-
-    def settle(ended: Future[UpdateResult]) -> None:
-        try:
-            error = None if ended.cancelled() else ended.exception()
-            done.set_result(rb.update_if_present(**update) if is_failed_draw(error) else ended.result())
-        except BaseException as raised:
-            done.set_exception(raised)
-
-    with rb._futures_lock:
-        submitted = submit(**update)
-        rb._pending_update_futures[-1] = rb._sample_dependency = done  # for what is submitted or drawn later
-    submitted.add_done_callback(settle)
-    return done
 
 
 def _check_patch(storage: Any, patch: Any, shape: torch.Size, ndim: int) -> None:

@@ -124,7 +124,8 @@ def convert(rb: ReplayBuffer) -> Any:
             # Everything that can fail comes first: from the first change on there are only assignments.
             storage, lock = rb._storage, StorageLock()
             if not getattr(rb, "_sync", True):
-                rb._catch_up_prioritized_sampler()
+                catch_up: Any = rb  # one of the two prioritized buffers
+                catch_up._catch_up_prioritized_sampler()
             generations = _generations_for(storage)
             prioritized = [
                 (sampler, _with_priorities_of(sampler, storage))

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, is_tensor_collection
-from torchrl.data.replay_buffers import ReplayBuffer
 
+from torchrl_generational.buffers.base import BufferBase
 from torchrl_generational.records.cursors import plain_cursor, rows_named
 from torchrl_generational.records.write_checks import check_fields, check_write
 from torchrl_generational.tensors.same_width import assign, holds_unindexed
 
 __all__ = ["FieldUpdates"]
 
-# A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
-_Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
 
-
-class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
+class FieldUpdates(BufferBase):
     """TorchRL's unconditional changes of fields, which change all of what they were given or nothing.
 
     The records stay, and so do their stamps.
@@ -33,6 +30,7 @@ class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
             RuntimeError, TypeError, IndexError: if the values do not fit; nothing has changed then.
         """
         self._ready()
+        self._refuse_write()
         with self._exclusive():
             self._check_fields([(key, value)], index)
             held = self._storage._storage
@@ -46,6 +44,7 @@ class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     def set_(self, key: Any, value: Any) -> Any:
         """Sets a field of all records; see TorchRL's. Raises as :meth:`set_at_`."""
         self._ready()
+        self._refuse_write()
         with self._exclusive():
             self._check_fields([(key, value)])
             return super().set_(key, value)
@@ -54,6 +53,7 @@ class FieldUpdates(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
     def update_(self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None) -> Any:
         """Sets fields of all records; see TorchRL's. Raises as :meth:`set_at_`."""
         self._ready()
+        self._refuse_write()
         with self._exclusive():
             if is_tensor_collection(input_dict_or_td) or isinstance(input_dict_or_td, dict):
                 given = input_dict_or_td

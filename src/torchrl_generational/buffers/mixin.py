@@ -22,11 +22,12 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 
 from torchrl_generational.buffers.checkpoints import CheckedCheckpoints
 from torchrl_generational.buffers.components import BufferParts
-from torchrl_generational.buffers.conditional_updates import ConditionalUpdates, is_failed_draw
+from torchrl_generational.buffers.conditional_updates import ConditionalUpdates
 from torchrl_generational.buffers.field_updates import FieldUpdates
 from torchrl_generational.buffers.integrations import integration
 from torchrl_generational.buffers.process_sharing import SharedByProcesses
 from torchrl_generational.buffers.waiters import WakesWaiters
+from torchrl_generational.buffers.work_in_flight import drop_failed_batches, drop_prefetched
 from torchrl_generational.concurrency.deferred_signals import run_through
 from torchrl_generational.concurrency.write_access import refuse_left_behind
 from torchrl_generational.generations.indexing import as_rows, cells_in, leading_shape, rows_of, rows_written
@@ -39,11 +40,10 @@ from torchrl_generational.records.row_tracking import follow, steps_of
 from torchrl_generational.samplers.torn_rows import rows_drawn_together, whole_records
 from torchrl_generational.storages.moments import check_moment
 from torchrl_generational.storages.shared_storage import SharableStorage
-from torchrl_generational.tensors.compilation import is_traced, runs_in_compiled_code, untraced
-from torchrl_generational.tensors.default_devices import has_default_device, without_default_device
+from torchrl_generational.tensors.compilation import untraced
 from torchrl_generational.tensors.same_width import assign
 
-__all__ = ["GenerationalReplayBufferMixin", "Section"]
+__all__ = ["GenerationalReplayBufferMixin", "on_device_of"]
 
 # TorchRL's four plain buffers: their _sample is what the mixin replaces.
 _PLAIN_BUFFERS = (
@@ -114,19 +114,6 @@ class GenerationalReplayBufferMixin(
         in_actor = integration("ray").in_actor(cls)
         return super(GenerationalReplayBufferMixin, in_actor).as_remote(remote_config)
 
-    # ---------------------------------------------------------------- locks
-
-    # The lock belongs to the storage and covers processes too once shared: TorchRL's `with self._replay_lock,
-    # self._write_lock` therefore takes it once, and so does every method that in TorchRL takes only the first.
-
-    @property
-    def _replay_lock(self) -> Any:
-        return _lock_of(self.__dict__)
-
-    @_replay_lock.setter
-    def _replay_lock(self, lock: Any) -> None:
-        self.__dict__["_replay_lock"] = lock
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._initialized and hasattr(self._storage, "lock"):
@@ -138,16 +125,6 @@ class GenerationalReplayBufferMixin(
             self._lend_lock()
             check_moment(self._storage, self._moment)
 
-    def _exclusive(self) -> Any:
-        """Holds the storage's lock. Traced code cannot: its graph ends here, or with ``compilable`` holds nothing."""
-        if is_traced() and self._storage._compilable:
-            return contextlib.nullcontext()
-        return without_default_device(Section(self)) if has_default_device() else Section(self)
-
-    def _stays_out_of_graphs(self) -> bool:
-        """Whether a method that ``torch.compile`` is about to trace has to be called :func:`untraced` instead."""
-        return runs_in_compiled_code() and not getattr(self.__dict__.get("_storage"), "_compilable", False)
-
     # ---------------------------------------------------------------- sampling
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, **deprecated: Any) -> Any:
@@ -158,14 +135,14 @@ class GenerationalReplayBufferMixin(
         if self._prefetch:
             with self._futures_lock:
                 wait((*self._prefetch_queue,)[:1])  # the next one
-                self._drop_failed_batches()
+                drop_failed_batches(self)
         # by keyword: TorchRL's RPC buffer asks itself again, and forgets the second argument
         return super().sample(batch_size, return_info=return_info, **deprecated)
 
     def _synchronize_futures_locked(self) -> None:
         """Waits for work in flight, of which a failed draw spoils nothing: neither a checkpoint nor a restore."""
         wait(self._prefetch_queue)
-        self._drop_failed_batches()
+        drop_failed_batches(self)
         super()._synchronize_futures_locked()
 
     @pin_memory_output  # type: ignore[untyped-decorator]
@@ -379,7 +356,7 @@ class GenerationalReplayBufferMixin(
         self._ready()
         self._refuse_write()
         with self._futures_lock:
-            self._drop_prefetched()
+            drop_prefetched(self)
             with self._exclusive():
                 run_through(lambda: self._empty_parts(empty_write_count))
 
@@ -390,89 +367,6 @@ class GenerationalReplayBufferMixin(
         for sibling in observers_of(self._storage):
             if sibling is not self:
                 sibling._on_records_replaced()
-
-    def _drop_prefetched(self) -> None:
-        """Drops prefetched batches when all work in flight is done. Futures lock held, storage's lock not.
-
-        Nothing is cancelled: a submitted update may wait for a batch.
-        """
-        wait((*self._prefetch_queue, *self._pending_update_futures))
-        self._prefetch_queue.clear()
-        self._sample_dependency = None
-
-    def _drop_failed_batches(self) -> None:
-        """Drops draws that ended because there was nothing to draw. Futures lock held."""
-        queue = self._prefetch_queue
-        for future in [future for future in queue if future.done() and is_failed_draw(future.exception())]:
-            queue.remove(future)
-
-
-class Section:
-    """The lock of a buffer's storage, also if the storage is exchanged while this thread waits for it.
-
-    Where an exception leaves the section, slots whose record may lack its data or its priority hold no record. Leaving
-    one that was not entered does nothing.
-    """
-
-    __slots__ = ("buffer", "lock", "outermost")
-
-    def __init__(self, buffer: Any) -> None:
-        self.buffer = buffer
-        self.lock: Any = None  # as long as it is held
-        self.outermost: Any = None  # the stamps, if this is the outermost section of their storage
-
-    def __enter__(self) -> None:
-        fields, held = self.buffer.__dict__, False
-        lock: Any = None
-        try:
-            while True:
-                lock = _lock_of(fields)
-                held = lock.acquire()
-                if lock is _lock_of(fields):
-                    break
-                held = lock.release()
-            storage = fields.get("_storage")
-            if storage is not None:
-                if not getattr(storage, "initialized", True) and isinstance(storage, SharableStorage):
-                    storage.join()
-                generations = getattr(storage, "slot_generations", None)
-                if generations is not None and generations.opened is None:
-                    self.outermost = generations
-                    generations.opened = []
-            self.lock = lock
-        except BaseException:
-            if self.outermost is not None:
-                self.outermost.opened = None
-            if held:
-                lock.release()
-            raise
-
-    def __exit__(self, kind: Any, *exc: object) -> None:
-        lock, self.lock = self.lock, None
-        if lock is None:
-            return
-        try:
-            if kind is not None:
-                self._abandon()
-        finally:
-            if self.outermost is not None:
-                self.outermost.opened = None
-            lock.release()
-
-    def _abandon(self) -> None:
-        """Has the slots not drawn to which this section, or one around it, has begun to write."""
-        storage: Any = self.buffer._storage
-        generations: Any = getattr(storage, "slot_generations", None)
-        for rows in () if generations is None else generations.opened or ():
-            getattr(storage, "abandon", generations.abandon)(rows)
-
-
-def _lock_of(fields: dict[str, Any]) -> Any:
-    """The lock of the buffer that has these fields."""
-    try:
-        return fields["_storage"].lock
-    except (KeyError, AttributeError):  # neither with delayed_init nor while it is being unpickled is there a storage
-        return fields["_replay_lock"]
 
 
 def on_device_of(index: Any, storage: Any) -> Any:

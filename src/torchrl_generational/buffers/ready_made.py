@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-class GenerationalReplayBuffer(GenerationalReplayBufferMixin, ReplayBuffer):  # type: ignore[misc]
+class GenerationalReplayBuffer(GenerationalReplayBufferMixin, ReplayBuffer):
     """:class:`~torchrl.data.ReplayBuffer` whose samples carry generations in their info.
 
     Args:
@@ -55,7 +55,7 @@ class GenerationalReplayBuffer(GenerationalReplayBufferMixin, ReplayBuffer):  # 
     """
 
 
-class GenerationalTensorDictReplayBuffer(GenerationalTensorDictReplayBufferMixin, TensorDictReplayBuffer):  # type: ignore[misc]
+class GenerationalTensorDictReplayBuffer(GenerationalTensorDictReplayBufferMixin, TensorDictReplayBuffer):
     """:class:`~torchrl.data.TensorDictReplayBuffer` whose samples carry generations.
 
     Args:
@@ -75,7 +75,7 @@ class GenerationalTensorDictReplayBuffer(GenerationalTensorDictReplayBufferMixin
     """
 
 
-class GenerationalPrioritizedReplayBuffer(GenerationalReplayBufferMixin, PrioritizedReplayBuffer):  # type: ignore[misc]
+class GenerationalPrioritizedReplayBuffer(GenerationalReplayBufferMixin, PrioritizedReplayBuffer):
     """:class:`~torchrl.data.PrioritizedReplayBuffer` with conditional priority updates.
 
     Args:
@@ -136,7 +136,7 @@ class GenerationalPrioritizedReplayBuffer(GenerationalReplayBufferMixin, Priorit
 
 class GenerationalTensorDictPrioritizedReplayBuffer(
     GenerationalTensorDictReplayBufferMixin,
-    TensorDictPrioritizedReplayBuffer,  # type: ignore[misc]
+    TensorDictPrioritizedReplayBuffer,
 ):
     """:class:`~torchrl.data.TensorDictPrioritizedReplayBuffer` with conditional priority updates.
 
@@ -172,4 +172,5 @@ class GenerationalTensorDictPrioritizedReplayBuffer(
     def _maybe_make_sampler(self, sampler: Any) -> Sampler:
         if type(sampler) is PrioritizedSampler:
             sampler = GenerationalPrioritizedSampler.like(sampler)
-        return super()._maybe_make_sampler(sampler)
+        made: Sampler = super()._maybe_make_sampler(sampler)
+        return made

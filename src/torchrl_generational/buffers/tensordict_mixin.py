@@ -13,9 +13,9 @@ from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Compose
 
+from torchrl_generational.buffers.absent_sampler import keeps_priorities
 from torchrl_generational.buffers.conditional_updates import ConditionalUpdates
 from torchrl_generational.buffers.mixin import GenerationalReplayBufferMixin
-from torchrl_generational.buffers.process_sharing import keeps_priorities
 from torchrl_generational.generations.duplicate_handles import per_anchor, per_handle
 from torchrl_generational.generations.indexing import as_generation, as_int64, keep_last
 from torchrl_generational.generations.slot_generations import GENERATION_KEY
@@ -38,10 +38,13 @@ __all__ = ["GenerationalTensorDictReplayBufferMixin"]
 
 # TorchRL's two ways to a record's own priority, both of which say the default where it has none.
 _PRIORITY_ITEMS = (TensorDictReplayBuffer._get_priority_item, TensorDictPrioritizedReplayBuffer._get_priority_item)
-_Buffer: Any = TensorDictReplayBuffer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Buffer = TensorDictReplayBuffer
+else:
+    _Buffer = object
 
 
-class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Buffer):  # type: ignore[misc]
+class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Buffer):
     """:class:`GenerationalReplayBufferMixin` for TorchRL's tensordict buffers.
 
     Samples carry ``index`` and ``index_generation`` as entries. ``add`` and ``extend`` write a record and its first

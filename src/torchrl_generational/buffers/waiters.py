@@ -9,7 +9,7 @@ process that is killed leaves nothing taken.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchrl.data.replay_buffers import ReplayBuffer
@@ -19,6 +19,10 @@ from torchrl_generational.tensors.compilation import is_traced
 __all__ = ["Readiness", "WakesWaiters"]
 
 _PATIENCE = 0.02  # seconds until a waiter looks by itself
+if TYPE_CHECKING:  # in front of a buffer or an ensemble
+    _Buffer = ReplayBuffer
+else:
+    _Buffer = object
 _CAN_WAIT = hasattr(ReplayBuffer, "wait_until_sampleable")
 
 
@@ -58,10 +62,8 @@ class Readiness(threading.Condition):
         return Readiness, ()
 
 
-class WakesWaiters:
+class WakesWaiters(_Buffer):
     """What a buffer does about those that wait for its records. In TorchRL 0.14 nobody does."""
-
-    _replay_lock: Any
 
     @property
     def _readiness_condition(self) -> Any:

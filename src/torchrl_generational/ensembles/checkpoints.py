@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torchrl.data.replay_buffers import ReplayBufferEnsemble
 
-from torchrl_generational.buffers.checkpoints import CheckedCheckpoints, parts_of_state, plain_state, refuse_no_dict
+from torchrl_generational.buffers.checkpoints import parts_of_state, plain_state, refuse_no_dict
+from torchrl_generational.buffers.work_in_flight import refuse_in_own_draw
 from torchrl_generational.concurrency.folder_lock import refuse_used_folder
+from torchrl_generational.ensembles.base import EnsembleBase
 from torchrl_generational.persistence import manifest
 from torchrl_generational.persistence.kept_objects import refuse_lost_in_files
 from torchrl_generational.persistence.reading import read_json, reading
@@ -19,30 +19,13 @@ from torchrl_generational.persistence.serialization import to_plain
 
 __all__ = ["EnsembleCheckpoints"]
 
-_Ensemble: Any = ReplayBufferEnsemble if TYPE_CHECKING else object
 
-
-class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
+class EnsembleCheckpoints(EnsembleBase):
     """``state_dict``, ``dumps`` and their like over all members, checked before the first one changes."""
-
-    _rbs: tuple[Any, ...]
-    _ready: Any
-
-    _refuse_in_own_draw = CheckedCheckpoints._refuse_in_own_draw
-
-    def _refuse_write(self) -> None:
-        """Refuses a process that must not write to one of the members."""
-        raise NotImplementedError
-
-    def _still(
-        self, *, errors: bool = True, directory: AbstractContextManager[Any] | None = None
-    ) -> AbstractContextManager[Any]:
-        """No work in flight, here and in the members, and all their locks; that of a directory before them."""
-        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """One consistent snapshot of all members, in TorchRL's layout; see the members' own ``state_dict``."""
-        self._refuse_in_own_draw("state_dict")
+        refuse_in_own_draw(self, "state_dict")
         with self._still():
             for rb in self._rbs:
                 rb._catch_up_here()
@@ -61,7 +44,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         Whatever is raised, and wherever: all members have taken over theirs then, or nothing has changed in any.
         """
         self._refuse_write()
-        self._refuse_in_own_draw("load_state_dict")
+        refuse_in_own_draw(self, "load_state_dict")
         parts = parts_of_state(state_dict, "an ensemble")
         if any(not part or set(part) - set(map(str, range(len(part)))) for part in parts):
             raise ValueError(
@@ -84,7 +67,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
 
     def dumps(self, path: str | Path) -> None:
         """Saves all members in one section, in TorchRL's layout with a manifest; see the members' own ``dumps``."""
-        self._refuse_in_own_draw("dumps")
+        refuse_in_own_draw(self, "dumps")
         path = Path(path).absolute()
         path.mkdir(exist_ok=True)
         self._ready()
@@ -109,7 +92,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
             FileNotFoundError, ValueError: as the members' own ``loads``; nothing has changed in any member.
         """
         self._refuse_write()
-        self._refuse_in_own_draw("loads")
+        refuse_in_own_draw(self, "loads")
         path = Path(path).absolute()
         with self._still(directory=manifest.reading(path, members=len(self._rbs))) as found:
             self._check_number(sum(entry.is_dir() for entry in (path / "writer").iterdir()))
@@ -124,7 +107,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
                 for number, transform in enumerate(self._storage._transforms or ()):
                     if transform is not None:
                         file = path / "storage" / f"{number}_transform.pt"
-                        with reading(file):
+                        with reading(file, pickled=True):
                             state = torch.load(file)
                         load_part(plan, transform, f"transform of member {number}", Saved(state))
                 Rest.from_path(self, path).plan(plan, self)
@@ -142,7 +125,7 @@ class EnsembleCheckpoints(_Ensemble):  # type: ignore[misc]  # TorchRL is untype
         return empty
 
     def _load_prefetch_state(self, path: Path) -> Any:
-        with reading(path / "prefetch.pkl"):
+        with reading(path / "prefetch.pkl", pickled=True):
             return super()._load_prefetch_state(path)
 
     def _lie_in(self, folder: Path) -> bool:

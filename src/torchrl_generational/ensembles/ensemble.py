@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from concurrent.futures import wait
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -17,19 +16,17 @@ from torchrl.data.replay_buffers.utils import pin_memory_output
 
 from torchrl_generational.buffers.copies import copied, frozen_ensemble, still, take_moment
 from torchrl_generational.buffers.mixin import GenerationalReplayBufferMixin
-from torchrl_generational.buffers.process_sharing import renew_after_fork
 from torchrl_generational.buffers.ready_made import GenerationalReplayBuffer
 from torchrl_generational.buffers.waiters import WakesWaiters
-from torchrl_generational.concurrency.deferred_signals import deferral
+from torchrl_generational.buffers.work_in_flight import drop_failed_batches, drop_prefetched
 from torchrl_generational.concurrency.process_lock import renew_in_forked_children
-from torchrl_generational.concurrency.storage_lock import Interruptible
 from torchrl_generational.concurrency.write_access import refuse_left_behind
 from torchrl_generational.ensembles.checkpoints import EnsembleCheckpoints
 from torchrl_generational.ensembles.draws import Draw, attached, follow_parts, on_first
 from torchrl_generational.ensembles.routed_writes import Routed
 from torchrl_generational.ensembles.updates import EnsembleUpdates
 from torchrl_generational.records.row_tracking import steps_of
-from torchrl_generational.tensors.default_devices import has_default_device, without_default_device
+from torchrl_generational.tensors.default_devices import without_default_device
 
 __all__ = ["GenerationalReplayBufferEnsemble"]
 
@@ -38,7 +35,7 @@ class GenerationalReplayBufferEnsemble(
     WakesWaiters,
     EnsembleCheckpoints,
     EnsembleUpdates,
-    ReplayBufferEnsemble,  # type: ignore[misc]
+    ReplayBufferEnsemble,
 ):
     """:class:`~torchrl.data.ReplayBufferEnsemble` whose samples carry handles, and which routes priorities back.
 
@@ -89,15 +86,6 @@ class GenerationalReplayBufferEnsemble(
         >>> rb.update_tensordict_priority_if_present(sample)
         UpdateResult(num_updated=4, num_stale=4, num_rejected=0, shape=(2, 4))
     """
-
-    # TorchRL's
-    _rbs: tuple[Any, ...]
-    _collate_fns: Any
-    _storage: Any
-    _sampler: Any
-    _writer: Any
-    _made = False  # set once all parts are in place
-    _given: Any = None  # the three ensembles of parts that it is being made of
 
     def __init__(
         self,
@@ -154,74 +142,9 @@ class GenerationalReplayBufferEnsemble(
                 "Use storages of one ndim."
             )
 
-    def _ready(self) -> None:
-        """Initialises an ensemble with ``delayed_init``."""
-        if not self._made:
-            with self._replay_lock:
-                if not self.initialized:
-                    self._init()
-                self._adopt()
-                self._made = True
-        # what members exchanged in the meantime
-        if self._rng is not None:
-            for rb in self._rbs:
-                if rb.sampler._rng is not self._rng:
-                    rb.sampler._rng = self._rng
-        if self._collated_by_members:
-            self._collate_fns = [rb._collate_fn for rb in self._rbs]
-        self._storage._storages = tuple(rb.storage for rb in self._rbs)
-        self._sampler._samplers = tuple(rb.sampler for rb in self._rbs)
-        self._writer._writers = tuple(rb.writer for rb in self._rbs)
-
-    def _adopt(self) -> None:
-        """Works with the very ensembles of parts that it was made of, which the caller may go on to hold."""
-        if self._given is not None:
-            (self._storage, self._sampler, self._writer), self._given = self._given, None
-
-    # ---------------------------------------------------------------- locks
-
-    def _locked(self) -> Any:
-        """The locks of all members' storages, in an order that is the same for every ensemble in every process."""
-        return without_default_device(_Sections(self)) if has_default_device() else _Sections(self)
-
-    @contextlib.contextmanager
-    def _still(
-        self, *, errors: bool = True, directory: contextlib.AbstractContextManager[Any] | None = None
-    ) -> Iterator[Any]:
-        """No work in flight, here and in the members, and all their locks.
-
-        Args:
-            errors: whether those of updates submitted here are raised.
-            directory: what to enter before the storages' locks; what it gives is handed on.
-        """
-        self._ready()
-        with deferral, contextlib.ExitStack() as held:
-            for buffer in (self, *sorted(self._rbs, key=id)):
-                held.enter_context(Interruptible(buffer._futures_lock))
-                with deferral.let_through():
-                    if buffer is self and errors:
-                        self._synchronize_futures_locked()  # needs the storages' locks
-                        continue
-                    # whoever submitted to a member gets its errors there
-                    wait((*buffer._prefetch_queue, *buffer._pending_update_futures))
-                    buffer._drop_failed_batches()
-            found = None if directory is None else held.enter_context(directory)
-            held.enter_context(self._locked())
-            yield found
-
-    # TorchRL's queue of prefetched batches is the same in every buffer
-    _drop_prefetched = GenerationalReplayBufferMixin._drop_prefetched
-    _drop_failed_batches = GenerationalReplayBufferMixin._drop_failed_batches
-    _renew_locks = renew_after_fork
-
-    def _refuse_write(self) -> None:
-        """Refuses a process that must not write to one of the members, before another one changes."""
-        for rb in self._rbs:
-            rb._refuse_write()
-
     def _synchronize_futures_locked(self) -> None:
         wait(self._prefetch_queue)
-        self._drop_failed_batches()
+        drop_failed_batches(self)
         super()._synchronize_futures_locked()
 
     # ---------------------------------------------------------------- sampling
@@ -232,7 +155,7 @@ class GenerationalReplayBufferEnsemble(
         if self._prefetch:
             with self._futures_lock:
                 wait((*self._prefetch_queue,)[:1])  # the next one
-                self._drop_failed_batches()
+                drop_failed_batches(self)
         return super().sample(batch_size, return_info, **waiting)
 
     @pin_memory_output  # type: ignore[untyped-decorator]
@@ -318,7 +241,7 @@ class GenerationalReplayBufferEnsemble(
         self._ready()
         self._refuse_write()
         with self._still(errors=False):
-            self._drop_prefetched()
+            drop_prefetched(self)
             for rb in self._rbs:
                 rb.empty(empty_write_count)
 
@@ -384,38 +307,6 @@ _NOT_SHARED = (
     "An ensemble stays in the process that samples and updates. Share its members, member.share(), before or after it "
     "is made; hand those to the processes that write, and keep the ensemble here."
 )
-
-
-class _Sections:
-    """The locks of an ensemble and of all its members, taken in the order of the latter."""
-
-    __slots__ = ("ensemble", "entered")
-
-    def __init__(self, ensemble: GenerationalReplayBufferEnsemble) -> None:
-        self.ensemble = ensemble
-        self.entered: list[Any] = []
-
-    def __enter__(self) -> None:
-        deferral.__enter__()
-        try:
-            members = sorted(self.ensemble._rbs, key=lambda rb: rb._replay_lock.order)
-            for part in (Interruptible(self.ensemble._replay_lock), *(rb._exclusive() for rb in members)):
-                self.entered.append(part)
-                part.__enter__()
-        except BaseException:
-            self._leave(None, None, None)
-            deferral.__exit__()
-            raise
-
-    def __exit__(self, *exc: object) -> None:
-        try:
-            self._leave(*exc)
-        finally:
-            deferral.__exit__()
-
-    def _leave(self, *exc: object) -> None:
-        while self.entered:
-            self.entered.pop().__exit__(*exc)
 
 
 def _members_of(storages: Any, samplers: Any, writers: Any, collate_fns: Any) -> tuple[Any, ...]:

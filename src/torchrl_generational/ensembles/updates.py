@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data.replay_buffers import ReplayBufferEnsemble
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.utils import _reduce
 
-from torchrl_generational.buffers.conditional_updates import PRIORITY, submit_in_order
+from torchrl_generational.buffers.conditional_updates import PRIORITY
+from torchrl_generational.buffers.work_in_flight import submit_in_order
+from torchrl_generational.ensembles.base import EnsembleBase
 from torchrl_generational.generations.duplicate_handles import once_each, per_handle
 from torchrl_generational.generations.indexing import as_generation, as_int64, normalise_handles, repeats_from
 from torchrl_generational.generations.slot_generations import GENERATION_KEY
@@ -28,13 +29,9 @@ from torchrl_generational.tensors.default_devices import as_tensor, without_defa
 
 __all__ = ["EnsembleUpdates"]
 
-_Ensemble: Any = ReplayBufferEnsemble if TYPE_CHECKING else object
 
-
-class EnsembleUpdates(_Ensemble):  # type: ignore[misc]  # TorchRL is untyped
+class EnsembleUpdates(EnsembleBase):
     """Conditional and raw updates of an ensemble, and its totals."""
-
-    _rbs: tuple[Any, ...]
 
     @property
     def priority_key(self) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 __all__ = ["field", "is_count", "is_number", "read_json", "reading"]
 
-_SMALL = 2**26  # bytes
 ANOTHER = "Nothing was loaded. Use another checkpoint."
 
 
@@ -32,10 +31,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path, *, pickled: bool = False) -> Iterator[None]:
     """Turns whatever reading a file or folder raises into a ``ValueError`` or ``FileNotFoundError`` that names it.
 
     What readers of formats raise on damaged bytes is theirs to choose, and not all of it is documented.
+
+    Args:
+        path: of the file or folder.
+        pickled: whether it is a small file of pickled objects, whose damaged lengths ask for all of the memory.
     """
     try:
         yield
@@ -44,17 +47,12 @@ def reading(path: Path) -> Iterator[None]:
     except PermissionError:
         raise  # says nothing about the content
     except MemoryError as error:
-        if not _is_small(path):
+        if not pickled:
             raise
-        raise ValueError(f"{path} is damaged: it asks for more memory than there is. {ANOTHER}") from error
+        raise ValueError(f"{path} asks for more memory than there is, as a damaged file does. {ANOTHER}") from error
     except Exception as error:
         what = str(error).strip() or type(error).__name__
         raise ValueError(f"{path} is damaged: {what}. {ANOTHER}") from error
-
-
-def _is_small(path: Path) -> bool:
-    """Whether a file is so small that a damaged length in it, and not its content, takes all of the memory."""
-    return path.is_file() and path.stat().st_size < _SMALL
 
 
 def field(metadata: dict[str, Any], path: Path, name: str, expected: str, fits: Any) -> Any:

@@ -267,9 +267,9 @@ class Rest:
                 held = TensorDict.load_memmap(path / "rng_state")
                 rng = held.get("rng_state").as_subclass(torch.Tensor), str(held.device or "cpu")
         if (path / "transform.t").exists():
-            with reading(path / "transform.t"):
+            with reading(path / "transform.t", pickled=True):
                 transform = torch.load(path / "transform.t")
-        with reading(path / "prefetch.pkl"):
+        with reading(path / "prefetch.pkl", pickled=True):
             prefetch = buffer._load_prefetch_state(path)
         consume = metadata.get("consume_after_n_samples")
         return cls(

@@ -35,7 +35,10 @@ from torchrl_generational.ray.closed import ClosedError, Life, WhileOpen, check_
 
 __all__ = ["GenerationalRayReplayBuffer", "in_actor", "served"]
 
-_Buffer: Any = ReplayBuffer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Buffer = ReplayBuffer
+else:
+    _Buffer = object
 _LATEST_START = 2**28  # leaves room for more than 50000 restores
 
 #: What an update reads of a sample besides its priorities; the records stay where they are.
@@ -43,7 +46,7 @@ _HANDLES = ("index", GENERATION_KEY)
 _ANCHORS = ("anchor_index", "anchor_generation", "validity_mask")
 
 
-class _InActor(_Buffer):  # type: ignore[misc]  # TorchRL is untyped
+class _InActor(_Buffer):
     """Stands in front of a buffer class in the actor that holds the buffer."""
 
     _refusal: tuple[str, bytes | None] | None = None
@@ -282,13 +285,13 @@ class _ConditionalCalls:
         return value
 
 
-class _Client(_ConditionalCalls, _RayReplayBufferClient):  # type: ignore[misc]  # TorchRL is untyped
+class _Client(_ConditionalCalls, _RayReplayBufferClient):
     """A client that sends everything through Ray."""
 
     _actor = WhileOpen()
 
 
-class _DistributedClient(_ConditionalCalls, _LazyDistributedReplayClient):  # type: ignore[misc]  # TorchRL is untyped
+class _DistributedClient(_ConditionalCalls, _LazyDistributedReplayClient):
     """A client that sends records over ``torch.distributed``, and the small conditional updates through Ray."""
 
     has_gpu = False
@@ -296,7 +299,7 @@ class _DistributedClient(_ConditionalCalls, _LazyDistributedReplayClient):  # ty
     _extend_client, _sample_client, _priority_client = WhileOpen(), WhileOpen(), WhileOpen()
 
 
-class GenerationalRayReplayBuffer(_ConditionalCalls, RayReplayBuffer):  # type: ignore[misc]  # TorchRL is untyped
+class GenerationalRayReplayBuffer(_ConditionalCalls, RayReplayBuffer):
     """:class:`~torchrl.data.RayReplayBuffer` with generations: one buffer in an actor, any number of clients.
 
     This object and every :meth:`client` of it (picklable: pass them to tasks and actors on any node) write, sample and

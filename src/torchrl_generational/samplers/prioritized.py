@@ -95,7 +95,7 @@ def _stores_plainly(sampler: Any) -> bool:
     return own is GenerationalPrioritizedSampler.update_priority or own is PrioritizedSampler.update_priority
 
 
-class GenerationalPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc]  # TorchRL is untyped
+class GenerationalPrioritizedSampler(PrioritizedSampler):
     r"""A prioritized sampler whose samples carry the generation of every record.
 
     Takes the arguments of :class:`~torchrl.data.replay_buffers.samplers.PrioritizedSampler`, in their order, and

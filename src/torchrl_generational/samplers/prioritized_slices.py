@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torchrl._utils import _replace_last
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler
+from torchrl.data.replay_buffers.samplers import PrioritizedSliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_generational.generations.protocols import generations_on
@@ -25,7 +25,7 @@ _STATIC = "static-stop-and-length"  # where TorchRL keeps the boundaries that we
 _RESOLVED = ("_fetch_traj", "_traj_key_auto", "traj_key", "end_key", "end_keys", "__used_traj_key", "__used_end_key")
 
 
-class GenerationalPrioritizedSliceSampler(GenerationalPrioritizedSampler, PrioritizedSliceSampler):  # type: ignore[misc]
+class GenerationalPrioritizedSliceSampler(GenerationalPrioritizedSampler, PrioritizedSliceSampler):
     r"""A prioritized sampler of slices of trajectories whose samples carry the generation of every record.
 
     Takes the arguments of :class:`~torchrl.data.replay_buffers.samplers.PrioritizedSliceSampler`, in their order, and
@@ -135,7 +135,7 @@ class GenerationalPrioritizedSliceSampler(GenerationalPrioritizedSampler, Priori
             self._least_left(slice_len)
 
     @classmethod
-    def like(cls, sampler: PrioritizedSampler) -> GenerationalPrioritizedSliceSampler:
+    def like(cls, sampler: Any) -> GenerationalPrioritizedSliceSampler:
         """A sampler of this class with the configuration of ``sampler`` and no priorities. O(capacity).
 
         Raises:

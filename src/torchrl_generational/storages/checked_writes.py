@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection
 from torch.utils._pytree import tree_leaves, tree_map
-from torchrl.data.replay_buffers.storages import TensorStorage
 
 from torchrl_generational.records import record_io as records
 from torchrl_generational.records.cursors import advanced, rows_named
 from torchrl_generational.records.incoming import names_rows, without_handles
 from torchrl_generational.records.write_checks import check_first, check_write
+from torchrl_generational.storages.shared_storage import SharableStorage
 from torchrl_generational.tensors.autograd_modes import making_what_is_kept
 from torchrl_generational.tensors.compilation import is_traced
 from torchrl_generational.tensors.same_width import apart, as_integers, holds_unindexed
 
 __all__ = ["CheckedWrites"]
 
-# A plain class, which stands in front of one of TorchRL's.
-_Base: Any = TensorStorage if TYPE_CHECKING else object
 
-
-class CheckedWrites(_Base):  # type: ignore[misc]  # TorchRL is untyped
+class CheckedWrites(SharableStorage):
     """The part of a generational storage that looks at records before any stamp moves."""
 
     def _checked(
@@ -68,6 +65,19 @@ class CheckedWrites(_Base):  # type: ignore[misc]  # TorchRL is untyped
             stored = check_first(cursor, data, self._rows_for(cursor, data))
         check_write(self, stored, cursor, data)
         self._refuse_objects(data)
+
+    def _num_rows(self) -> int:
+        """Rows along dim 0 of an initialised storage."""
+        return int(self.max_size) if self.ndim == 1 else int(self._total_shape[0])
+
+    def _rows_for(self, cursor: Any, data: Any) -> int:
+        if self.initialized or self.ndim == 1:
+            return self._num_rows()
+        if isinstance(cursor, int) or (isinstance(cursor, torch.Tensor) and cursor.ndim == 0):
+            return int(self._max_size_along_dim0(single_data=data))
+        if isinstance(data, list):
+            return int(self._max_size_along_dim0(single_data=data[0]))
+        return int(self._max_size_along_dim0(batched_data=data))
 
     def _rows_of_cells(self, cursor: tuple[Any, ...]) -> torch.Tensor:
         """The rows of which a tuple of coordinates names any part."""

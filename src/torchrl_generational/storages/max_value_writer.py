@@ -26,7 +26,7 @@ from torchrl_generational.tensors.default_devices import as_tensor
 __all__ = ["GenerationalTensorDictMaxValueWriter"]
 
 
-class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):  # type: ignore[misc]  # TorchRL is untyped
+class GenerationalTensorDictMaxValueWriter(TensorDictMaxValueWriter):
     """:class:`~torchrl.data.replay_buffers.writers.TensorDictMaxValueWriter` whose slots always carry generations.
 
     A slot's generation advances when a better record replaces the one in it. Records that are not good enough get

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, is_tensor_collection, is_tensorclass
-from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
 from torchrl_generational.concurrency.process_lock import renew_in_forked_children
@@ -41,10 +40,13 @@ class _Number:
 
 
 # A plain class, which stands in front of one of TorchRL's.
-_Base: Any = RoundRobinWriter if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Base = RoundRobinWriter
+else:
+    _Base = object
 
 
-class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untyped
+class GenerationalWriterMixin(_Base):
     """What makes a round-robin writer generational: it leaves the stamps to the storage, which advances them first."""
 
     _pending_generation: torch.Tensor | None  # TorchRL's: stamps loaded while there is no storage
@@ -85,7 +87,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
         if cursor is not None and write_count is not None:
             self._own_counters(cursor, write_count)
 
-    def register_storage(self, storage: Storage) -> None:
+    def register_storage(self, storage: Any) -> None:
         """Binds the writer to ``storage``. Stamps that were loaded before go to it, unless it has live ones.
 
         Raises:
@@ -292,7 +294,7 @@ class GenerationalWriterMixin(_Base):  # type: ignore[misc]  # TorchRL is untype
             self._write_count = 0
 
 
-class GenerationalRoundRobinWriter(GenerationalWriterMixin, RoundRobinWriter):  # type: ignore[misc]
+class GenerationalRoundRobinWriter(GenerationalWriterMixin, RoundRobinWriter):
     """:class:`~torchrl.data.replay_buffers.writers.RoundRobinWriter` whose slots always carry generations.
 
     Args:
@@ -313,7 +315,7 @@ class GenerationalRoundRobinWriter(GenerationalWriterMixin, RoundRobinWriter):  
     """
 
 
-class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDictRoundRobinWriter):  # type: ignore[misc]
+class GenerationalTensorDictRoundRobinWriter(GenerationalWriterMixin, TensorDictRoundRobinWriter):
     """:class:`~torchrl.data.replay_buffers.writers.TensorDictRoundRobinWriter` whose slots always carry generations.
 
     Arguments, errors and safety as :class:`GenerationalRoundRobinWriter`.

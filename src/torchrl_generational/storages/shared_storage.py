@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import MemoryMappedTensor, TensorDictBase, is_tensor_collection
 from torch.utils._pytree import tree_leaves
-from torchrl.data.replay_buffers.storages import LazyMemmapStorage, TensorStorage
+from torchrl.data.replay_buffers.storages import LazyMemmapStorage, LazyTensorStorage
 
 from torchrl_generational.concurrency.folder_lock import FolderLock, refuse_used_folder
 from torchrl_generational.concurrency.process_lock import renew_in_forked_children
@@ -39,10 +39,13 @@ _POLL = 0.001  # seconds between two looks for the first write of another proces
 _COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
 
 # A plain class, which stands in front of one of TorchRL's.
-_Base: Any = TensorStorage if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Base = LazyTensorStorage
+else:
+    _Base = object
 
 
-class SharableStorage(_Base):  # type: ignore[misc]  # TorchRL is untyped
+class SharableStorage(_Base):
     """The part of a generational storage that lets processes share it. See *Sharing between processes*."""
 
     lock: StorageLock

@@ -41,7 +41,6 @@ from torchrl_generational.records.incoming import (
 )
 from torchrl_generational.storages.checked_writes import CheckedWrites
 from torchrl_generational.storages.loaded_records import METADATA, NEVER_WRITTEN_MARK, LoadedRecords
-from torchrl_generational.storages.shared_storage import SharableStorage
 from torchrl_generational.tensors.arrays import index_array
 from torchrl_generational.tensors.autograd_modes import as_normal, kept, making_what_is_kept
 from torchrl_generational.tensors.compilation import is_traced
@@ -50,7 +49,7 @@ from torchrl_generational.tensors.same_width import apart, as_integers, indexes
 __all__ = ["GenerationalLazyMemmapStorage", "GenerationalLazyTensorStorage", "GenerationalTensorStorage"]
 
 
-class GenerationalStorageMixin(CheckedWrites, SharableStorage):
+class GenerationalStorageMixin(CheckedWrites):
     """Adds stamps and the lock that guards them to one of TorchRL's tensor storages.
 
     Attributes:
@@ -112,10 +111,6 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
     @_slot_generations.setter
     def _slot_generations(self, values: torch.Tensor) -> None:
         self._generations.restore(values)
-
-    def _num_rows(self) -> int:
-        """Rows along dim 0 of an initialised storage."""
-        return self.max_size if self.ndim == 1 else int(self._total_shape[0])
 
     def _stamp_device(self) -> torch.device | str:
         """The storage's device, as far as it is known and can hold numbers."""
@@ -275,15 +270,6 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         if cells > self._len:
             self._len = cells
 
-    def _rows_for(self, cursor: Any, data: Any) -> int:
-        if self.initialized or self.ndim == 1:
-            return self._num_rows()
-        if isinstance(cursor, int) or (isinstance(cursor, torch.Tensor) and cursor.ndim == 0):
-            return int(self._max_size_along_dim0(single_data=data))
-        if isinstance(data, list):
-            return int(self._max_size_along_dim0(single_data=data[0]))
-        return int(self._max_size_along_dim0(batched_data=data))
-
     def _empty(self) -> None:
         self._about_to_write()
         self._generations.invalidate()
@@ -402,7 +388,7 @@ class GenerationalStorageMixin(CheckedWrites, SharableStorage):
         plan.install(start_others, last=True)
 
 
-class GenerationalTensorStorage(GenerationalStorageMixin, TensorStorage):  # type: ignore[misc]
+class GenerationalTensorStorage(GenerationalStorageMixin, TensorStorage):
     """:class:`~torchrl.data.replay_buffers.storages.TensorStorage` with a generation per slot.
 
     Takes the arguments of its TorchRL parent, in their order. The records it is built around count as the first of
@@ -418,7 +404,7 @@ class GenerationalTensorStorage(GenerationalStorageMixin, TensorStorage):  # typ
     """
 
 
-class GenerationalLazyTensorStorage(GenerationalStorageMixin, LazyTensorStorage):  # type: ignore[misc]
+class GenerationalLazyTensorStorage(GenerationalStorageMixin, LazyTensorStorage):
     """:class:`~torchrl.data.replay_buffers.storages.LazyTensorStorage` with a generation per slot.
 
     Takes the arguments of its TorchRL parent, in their order. The stamps cost 8 bytes per slot, allocated here.
@@ -431,7 +417,7 @@ class GenerationalLazyTensorStorage(GenerationalStorageMixin, LazyTensorStorage)
     """
 
 
-class GenerationalLazyMemmapStorage(GenerationalStorageMixin, LazyMemmapStorage):  # type: ignore[misc]
+class GenerationalLazyMemmapStorage(GenerationalStorageMixin, LazyMemmapStorage):
     """:class:`~torchrl.data.replay_buffers.storages.LazyMemmapStorage` with a generation per slot.
 
     Takes the arguments of its TorchRL parent, in their order. The records lie in memory-mapped files, the stamps
