@@ -289,6 +289,8 @@ def _damage_bytes(file: Path, beside: Path, how: str, number: int, other: Path) 
 def _make_agree(folder: Path) -> None:
     """Gives the manifest the sizes and checksums of the files that are there, as whoever means harm would."""
     file = folder / MANIFEST
+    if not file.is_file():  # opening a pipe would wait for a writer
+        return
     try:
         manifest = json.loads(file.read_bytes())
         files = manifest["files"]
