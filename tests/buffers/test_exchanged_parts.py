@@ -94,22 +94,22 @@ def test_a_thread_that_waited_through_an_exchange_works_under_the_lock_of_the_ne
 
 
 def test_an_update_whose_storage_is_exchanged_before_its_section_begins_again(monkeypatch):
-    import torchrl_generational.buffers.conditional_updates as conditional
+    from torchrl_generational.buffers import priority_updates
 
     rb = filled()
     sample = rb.sample()
     new = g.GenerationalLazyTensorStorage(8)
     for _ in range(3):
         new.set(range(8), records(8, 100))
-    original, once = conditional.checked_priority, []
+    original, once = priority_updates.checked_priority, []
 
-    def exchange(*args):
+    def exchange(*args, **kwargs):
         if not once:
             once.append(rb.set_storage(new))
             rb.sampler.mark_update(torch.arange(8), storage=new)
-        return original(*args)
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(conditional, "checked_priority", exchange)
+    monkeypatch.setattr(priority_updates, "checked_priority", exchange)
     result = rb.update_priority_if_present(index=sample["index"], generation=sample["index_generation"], priority=50.0)
     assert result.num_stale == 8
     assert leaves(rb).tolist() == [1] * 8

@@ -17,8 +17,7 @@ from torchrl.data import PrioritizedSampler, RandomSampler, TensorStorage
 from torchrl.envs.transforms import Compose
 
 import torchrl_generational as g
-from torchrl_generational.buffers import conditional_updates as conditional
-from torchrl_generational.buffers import tensordict_mixin
+from torchrl_generational.buffers import priority_updates, tensordict_mixin
 from torchrl_generational.priorities import proportional_draw as draws
 from torchrl_generational.records import record_io as fast
 from torchrl_generational.samplers import prioritized as samplers
@@ -32,8 +31,9 @@ def close_short_roads(monkeypatch):
     def closed(*args, **kwargs):
         return None
 
-    for module in (conditional, samplers, storages):
+    for module in (priority_updates, samplers, storages):
         monkeypatch.setattr(module, "index_array", closed)
+    monkeypatch.setattr(priority_updates, "stores_arrays", lambda sampler: False)
     monkeypatch.setattr(fast, "matched", closed)
     monkeypatch.setattr(fast, "select", closed)
     monkeypatch.setattr(writers.GenerationalWriterMixin, "_is_run", lambda self, data, ndim=1: False)
@@ -180,8 +180,8 @@ def test_the_short_roads_are_taken_by_what_a_training_loop_does(monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    watched(conditional.ConditionalUpdates, "_update_arrays")
-    watched(tensordict_mixin.GenerationalTensorDictReplayBufferMixin, "_update_entries")
+    watched(priority_updates, "prepared_arrays")
+    watched(tensordict_mixin.GenerationalTensorDictReplayBufferMixin, "_prepared_entries")
     watched(tensordict_mixin.GenerationalTensorDictReplayBufferMixin, "_sample_plainly")
     watched(writers.GenerationalWriterMixin, "_is_run")
     watched(samplers.GenerationalPrioritizedSampler, "_takes_defaults")
@@ -194,7 +194,7 @@ def test_the_short_roads_are_taken_by_what_a_training_loop_does(monkeypatch):
     rb.update_priority_if_present(index=sample["index"], generation=sample["index_generation"], priority=torch.rand(6))
     sample["td_error"] = torch.rand(6)
     rb.update_tensordict_priority_if_present(sample)
-    assert taken == {"_update_arrays", "_update_entries", "_sample_plainly", "_is_run", "_takes_defaults", "matched"}
+    assert taken == {"prepared_arrays", "_prepared_entries", "_sample_plainly", "_is_run", "_takes_defaults", "matched"}
 
 
 def test_the_place_of_the_maximum_is_no_view_of_the_callers_index():

@@ -694,9 +694,8 @@ def test_no_write_to_a_member_comes_into_its_section(section, actors, monkeypatc
     """Between index, stamps and records of a draw; between the comparison and the update."""
     world = World()
     sample = actors.learner(world.rb.sample)
-    monkeypatch.setattr(
-        "torchrl_generational.buffers.conditional_updates.array_of", lambda value: None
-    )  # the road that calls live()
+    # the general path, which calls live()
+    monkeypatch.setattr("torchrl_generational.buffers.priority_updates.stores_arrays", lambda sampler: False)
     blocked = announce_blocked(world.rb[0].storage.lock, "writer")
     owner, name = {
         "drawing": (world.rb[0].sampler, "sample"),

@@ -7,12 +7,15 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torchrl.data.replay_buffers import ReplayBuffer
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.buffers.absent_sampler import ELSEWHERE, keeps_priorities
 from torchrl_generational.buffers.deferred_priorities import Follower
 from torchrl_generational.buffers.section import Section, lock_of
 from torchrl_generational.concurrency.write_access import refuse_write
+from torchrl_generational.generations.update_result import UpdateResult
 from torchrl_generational.tensors.compilation import is_traced, runs_in_compiled_code
 from torchrl_generational.tensors.default_devices import has_default_device, without_default_device
 
@@ -35,6 +38,11 @@ class BufferBase(_Buffer):
     _owner: int  # the process that keeps the priorities
     _follower: Follower | None = None  # guarded by the storage's lock
     _moment: int | None = None  # of a copy: that of its storage
+
+    # Totals of all conditional updates; tensors, so that CUDA is not synchronised. Guarded by the storage's lock.
+    _conditional_rows: int = 0
+    _conditional_updated: Any = 0
+    _conditional_rejected: Any = 0
 
     # ---------------------------------------------------------------- locks
 
@@ -156,3 +164,35 @@ class BufferBase(_Buffer):
         """The sampler that batches are drawn with, in the process that keeps it."""
         self._refuse_elsewhere()
         return self._learners_sampler()
+
+    # ---------------------------------------------------------------- conditional updates
+
+    def _count(self, result: UpdateResult) -> None:
+        mask = result.updated_mask
+        self._conditional_rows += mask.numel()
+        updated = int(np.count_nonzero(mask.numpy())) if mask.is_cpu else mask.count_nonzero()
+        self._conditional_updated = self._conditional_updated + updated
+        if result.rejected_mask is not None:
+            self._conditional_rejected = self._conditional_rejected + result.rejected_mask.count_nonzero()
+
+    def _written_storage(self, method: str) -> Any:
+        storage = self.storage  # initialises a buffer with delayed_init
+        if not getattr(storage, "initialized", True):
+            with self._exclusive():  # takes over what another process wrote first
+                pass
+        if not getattr(storage, "initialized", True):
+            raise RuntimeError(
+                f"{type(self).__name__}.{method}: conditional updates require an initialized storage, and nothing has "
+                "been written to this buffer yet. Call add() or extend() first."
+            )
+        return storage
+
+    def _priority_sampler(self, method: str) -> PrioritizedSampler:
+        """The sampler that owns the priorities."""
+        sampler = self._drawing_sampler()
+        if not isinstance(sampler, PrioritizedSampler):
+            raise TypeError(
+                f"{type(self).__name__}.{method} needs a sampler with priorities, got {type(sampler).__name__}. Build "
+                "the buffer with sampler=GenerationalPrioritizedSampler(...), or use a prioritized buffer class."
+            )
+        return sampler

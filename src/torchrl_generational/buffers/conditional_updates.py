@@ -8,17 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import is_non_tensor, is_tensor_collection
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.buffers.base import BufferBase
+from torchrl_generational.buffers.priority_updates import update
 from torchrl_generational.buffers.work_in_flight import submit_in_order
-from torchrl_generational.generations.indexing import as_generation, as_int64, normalise_handles, repeats_from
+from torchrl_generational.generations.indexing import as_generation, as_int64, normalise_handles
 from torchrl_generational.generations.update_result import UpdateResult
-from torchrl_generational.priorities.tree_updates import checked_array, checked_priority, store_arrays
-from torchrl_generational.priorities.validation import match_shape
-from torchrl_generational.samplers.prioritized import store_checked, stores_arrays
-from torchrl_generational.storages.tensor_storages import GenerationalStorageMixin
-from torchrl_generational.tensors.arrays import array_of, index_array
 from torchrl_generational.tensors.compilation import runs_in_compiled_code, untraced
 from torchrl_generational.tensors.default_devices import without_default_device
 
@@ -30,11 +25,6 @@ PRIORITY: Any = object()
 
 class ConditionalUpdates(BufferBase):
     """The conditional updates of :class:`GenerationalReplayBufferMixin`, which supplies storage and lock."""
-
-    # Totals of all conditional updates; tensors, so that CUDA is not synchronised. Guarded by the storage's lock.
-    _conditional_rows: int = 0
-    _conditional_updated: Any = 0
-    _conditional_rejected: Any = 0
 
     def update_priority_if_present(self, *, index: Any, generation: Any, priority: Any) -> UpdateResult:
         """Updates the priorities of the records that are still in their slots, and says which those were.
@@ -82,86 +72,12 @@ class ConditionalUpdates(BufferBase):
             ... )
             UpdateResult(num_updated=0, num_stale=4, num_rejected=0, shape=(4,))
         """
-        done: UpdateResult | None
         if runs_in_compiled_code():
-            done = untraced(self.update_priority_if_present, index=index, generation=generation, priority=priority)
-        else:
-            done = self._update_arrays(index, generation, priority)
-        if done is not None:
+            done: UpdateResult = untraced(
+                self.update_priority_if_present, index=index, generation=generation, priority=priority
+            )
             return done
-        self._refuse_write()
-        storage = self._written_storage("update_priority_if_present")
-        sampler = self._priority_sampler("update_priority_if_present")
-        device = storage.slot_generations.device
-        # Copies from an accelerator wait for its queue: never under the lock.
-        generation = as_generation(generation, device)
-        if isinstance(index, tuple):
-            index = tuple(as_int64("index", part, device) for part in index)
-        else:
-            index = as_int64("index", index, device)
-        values = checked_priority(sampler, priority)
-        # the index space of a storage never changes once it is written
-        inner = int(getattr(storage, "record_ndim", 0))
-        handles = normalise_handles(index, generation, storage.generations.shape, device, inner=inner)
-        shape, parts = handles.shape, (handles.generation, handles.cells)
-        values = match_shape(
-            values, shape, lambda dim: repeats_from([part.reshape(shape) for part in parts], dim, inner)
-        )
-        with self._exclusive():
-            if storage is not self._storage or sampler is not self._priority_sampler("update_priority_if_present"):
-                # exchanged since they were looked up: begin again
-                return self.update_priority_if_present(index=index, generation=generation, priority=priority)
-            self._catch_up()
-            live = storage.slot_generations.live(handles.rows, handles.generation)
-            cells = handles.cells
-            if len(storage) < storage.generations.numel():
-                live &= cells < len(storage)
-            if not (live.numpy() if live.is_cpu else live).all():
-                cells = cells[live]
-                values = values[live.to(values.device)] if values.ndim else values
-            store_checked(sampler, cells, values)
-            result = UpdateResult(live.reshape(handles.shape))
-            self._count(result)
-        return result
-
-    def _update_arrays(self, index: Any, generation: Any, priority: Any) -> UpdateResult | None:
-        """The update where all three are what a training loop on the CPU has: tensors that need no conversion.
-
-        The same comparison and the same writes as on the general road, without its small tensors. ``None``, and
-        nothing has changed, where it does not apply or something is wrong.
-        """
-        stamps = array_of(generation) if self.initialized else None
-        if stamps is None or stamps.dtype != np.int64:
-            return None
-        with self._exclusive():
-            storage, sampler = self._storage, self._learners_sampler()
-            if not isinstance(storage, GenerationalStorageMixin) or storage.ndim > 1 or not stores_arrays(sampler):
-                return None
-            if storage.lock.elsewhere:
-                self._refuse_write()
-            generations = storage.slot_generations
-            if generations.log is not None:
-                self._refuse_elsewhere()
-                self._catch_up()
-            rows = index_array(index, storage._len)
-            checked = None if rows is None else checked_array(sampler, priority)
-            if rows is None or checked is None or rows.shape != stamps.shape:
-                return None
-            values, highest, limits = checked
-            live = generations.live_array(rows, stamps)
-            if live is None or (values.shape != rows.shape and values.shape != (*rows.shape, 1)):
-                return None
-            if values.ndim != 1:
-                values, rows = values.reshape(-1), rows.reshape(-1)
-            updated = int(np.count_nonzero(live))
-            if updated == len(rows):
-                store_arrays(sampler, rows, values, highest, limits)
-            elif updated:
-                chosen = live.reshape(-1)
-                store_arrays(sampler, rows[chosen], values[chosen], highest, limits)
-            self._conditional_rows += len(rows)
-            self._conditional_updated = self._conditional_updated + updated
-        return UpdateResult(torch.from_numpy(live))
+        return update(self, index, generation, priority, method="update_priority_if_present")
 
     def submit_update_priority_if_present(self, *, index: Any, generation: Any, priority: Any) -> Future[UpdateResult]:
         """:meth:`update_priority_if_present` on a background thread, in order with prefetched batches.
@@ -324,36 +240,6 @@ class ConditionalUpdates(BufferBase):
         with self._exclusive():
             self._count(result)
         return result
-
-    def _count(self, result: UpdateResult) -> None:
-        mask = result.updated_mask
-        self._conditional_rows += mask.numel()
-        updated = int(np.count_nonzero(mask.numpy())) if mask.is_cpu else mask.count_nonzero()
-        self._conditional_updated = self._conditional_updated + updated
-        if result.rejected_mask is not None:
-            self._conditional_rejected = self._conditional_rejected + result.rejected_mask.count_nonzero()
-
-    def _written_storage(self, method: str) -> Any:
-        storage = self.storage  # initialises a buffer with delayed_init
-        if not getattr(storage, "initialized", True):
-            with self._exclusive():  # takes over what another process wrote first
-                pass
-        if not getattr(storage, "initialized", True):
-            raise RuntimeError(
-                f"{type(self).__name__}.{method}: conditional updates require an initialized storage, and nothing has "
-                "been written to this buffer yet. Call add() or extend() first."
-            )
-        return storage
-
-    def _priority_sampler(self, method: str) -> PrioritizedSampler:
-        """The sampler that owns the priorities."""
-        sampler = self._drawing_sampler()
-        if not isinstance(sampler, PrioritizedSampler):
-            raise TypeError(
-                f"{type(self).__name__}.{method} needs a sampler with priorities, got {type(sampler).__name__}. Build "
-                "the buffer with sampler=GenerationalPrioritizedSampler(...), or use a prioritized buffer class."
-            )
-        return sampler
 
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's snapshot, plus totals of all conditional updates since construction.

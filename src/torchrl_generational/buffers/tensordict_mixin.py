@@ -16,6 +16,7 @@ from torchrl.envs.transforms import Compose
 from torchrl_generational.buffers.absent_sampler import keeps_priorities
 from torchrl_generational.buffers.conditional_updates import ConditionalUpdates
 from torchrl_generational.buffers.mixin import GenerationalReplayBufferMixin
+from torchrl_generational.buffers.priority_updates import PreparedUpdate, apply, prepared_arrays
 from torchrl_generational.generations.duplicate_handles import per_anchor, per_handle
 from torchrl_generational.generations.indexing import as_generation, as_int64, keep_last
 from torchrl_generational.generations.slot_generations import GENERATION_KEY
@@ -177,14 +178,15 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             >>> rb.update_tensordict_priority_if_present(sample).num_updated
             4
         """
-        done: UpdateResult | None
         if runs_in_compiled_code():
-            done = untraced(self.update_tensordict_priority_if_present, data)
-        else:
-            done = self._update_entries(data)
-        if done is not None:
+            done: UpdateResult = untraced(self.update_tensordict_priority_if_present, data)
             return done
+        prepared = self._prepared_entries(data)
+        result = None if prepared is None else apply(self, prepared)
+        if result is not None:
+            return result
         method = "update_tensordict_priority_if_present"
+        self._refuse_write()
         storage = self._written_storage(method)
         sampler = self._priority_sampler(method)
         data = as_sample(data, f"{type(self).__name__}.{method}")
@@ -214,17 +216,16 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                 (generation, index), priority = rows.once, priority.flatten(generation.ndim - inner)[..., 0]
         return self.update_priority_if_present(index=index, generation=generation, priority=priority)
 
-    def _update_entries(self, data: Any) -> UpdateResult | None:
-        """The update by a plain sample with one number per record; ``None``, and nothing changed, by any other."""
+    def _prepared_entries(self, data: Any) -> PreparedUpdate | None:
+        """The update by a plain sample with one number per record; ``None`` for any other."""
         entries = entries_of(data)
         overridden = type(self).update_priority_if_present is not ConditionalUpdates.update_priority_if_present
         if entries is None or overridden or not self.initialized or self._sample_unit is not None:
             return None
-        key = self.priority_key
-        index, generation, priority = entries.get("index"), entries.get(GENERATION_KEY), entries.get(key)
         if getattr(self._storage, "record_ndim", 1):  # what a record is decides what there is one number of
             return None
-        return self._update_arrays(index, generation, priority)
+        self._refuse_write()
+        return prepared_arrays(self, *map(entries.get, ("index", GENERATION_KEY, self.priority_key)))
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Updates priorities by raw index; see TorchRL's. Prefer :meth:`update_tensordict_priority_if_present`.

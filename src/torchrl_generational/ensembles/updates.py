@@ -11,11 +11,19 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl.data.replay_buffers.utils import _reduce
 
-from torchrl_generational.buffers.conditional_updates import PRIORITY
+from torchrl_generational.buffers.conditional_updates import PRIORITY, ConditionalUpdates
+from torchrl_generational.buffers.priority_updates import apply, prepared_rows
 from torchrl_generational.buffers.work_in_flight import submit_in_order
 from torchrl_generational.ensembles.base import EnsembleBase
 from torchrl_generational.generations.duplicate_handles import once_each, per_handle
-from torchrl_generational.generations.indexing import as_generation, as_int64, normalise_handles, repeats_from
+from torchrl_generational.generations.indexing import (
+    Handles,
+    as_generation,
+    as_int64,
+    cells_of,
+    normalise_handles,
+    repeats_from,
+)
 from torchrl_generational.generations.slot_generations import GENERATION_KEY
 from torchrl_generational.generations.update_result import UpdateResult
 from torchrl_generational.generations.write_protocol import NEVER_WRITTEN
@@ -198,7 +206,7 @@ class EnsembleUpdates(EnsembleBase):
             own, priority = stamps[route.rows], route.priority
             if repeated and priority.ndim and _inner(route.member.storage):
                 priority = per_handle(route.places, own, priority, route.member._drawing_sampler().reduction)
-            result = route.member.update_priority_if_present(index=route.places, generation=own, priority=priority)
+            result = route.apply(own, priority)
             updated[route.rows] = result.updated_mask.to(updated.device)
         return UpdateResult(updated.reshape(generation.shape))
 
@@ -233,7 +241,7 @@ class EnsembleUpdates(EnsembleBase):
                 priority = priority[rows.to(priority.device)] if values.ndim else priority
             if priority.ndim > 1:
                 priority = _reduce(priority, sampler.reduction, dim=-1) if priority.shape[-1] > 1 else priority[:, 0]
-            routes.append(_Route(rb, rows, places, priority))
+            routes.append(_Route(rb, storage, sampler, rows, places, priority))
         return routes
 
     def _owners(self, buffer_ids: Any, shape: torch.Size, device: torch.device) -> torch.Tensor:
@@ -355,12 +363,39 @@ def _inner(storage: Any) -> int:
 
 
 class _Route(NamedTuple):
-    """Rows of a batch that are one member's."""
+    """Rows of a batch that are one member's, checked.
+
+    Attributes:
+        member: the buffer.
+        storage: of it, against which the rows were checked.
+        sampler: of it, likewise.
+        rows: their numbers in the batch, int64 ``[M]``.
+        places: their index within the member, ``[M]``, or ``[M, n]`` coordinates.
+        priority: that of each, ``[M]``, or 0-d.
+    """
 
     member: Any
+    storage: Any
+    sampler: Any
     rows: torch.Tensor
     places: torch.Tensor
     priority: torch.Tensor
+
+    def apply(self, stamps: torch.Tensor, priority: torch.Tensor) -> UpdateResult:
+        """The member's own conditional update of these rows, which have been checked."""
+        ours = type(self.member).update_priority_if_present is ConditionalUpdates.update_priority_if_present
+        if ours and stamps.device == self.storage.slot_generations.device:
+            rows = self.places if self.places.ndim == 1 else self.places[:, 0]
+            cells = cells_of(self.places.reshape(len(rows), -1), self.storage.generations.shape)
+            handles = Handles(rows, cells, stamps, stamps.shape)
+            done = apply(self.member, prepared_rows(self.storage, self.sampler, handles, priority))
+            if done is not None:
+                return done
+        # a class of somebody's, another device, or a part that was exchanged meanwhile
+        result: UpdateResult = self.member.update_priority_if_present(
+            index=self.places, generation=stamps, priority=priority
+        )
+        return result
 
 
 def _split(index: Any, buffer_ids: Any) -> tuple[Any, Any]:

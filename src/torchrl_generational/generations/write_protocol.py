@@ -47,6 +47,11 @@ class WrittenStamps:
         self._array: Any = self._state.numpy() if self._state.is_cpu else None
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the stamps are on the CPU, where NumPy compares them."""
+        return self._array is not None
+
+    @property
     def values(self) -> torch.Tensor:
         """The stamps, int64 of shape ``[num_rows]``: the live tensor, to be read and never written. O(1)."""
         return self._values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,17 +13,27 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_generational.concurrency.deferred_signals import run_through
 from torchrl_generational.generations.indexing import keep_last
-from torchrl_generational.priorities.segment_trees import on_cpu, read_leaves, tree_dtype, write_arrays, write_leaves
+from torchrl_generational.priorities.segment_trees import (
+    array_dtype,
+    on_cpu,
+    read_leaves,
+    tree_dtype,
+    write_arrays,
+    write_leaves,
+)
 from torchrl_generational.priorities.validation import as_priority, just_within, largest_priority
 from torchrl_generational.tensors.arrays import priority_array
 from torchrl_generational.tensors.compilation import is_traced
 
 __all__ = [
+    "Limits",
     "checked_array",
     "checked_priority",
     "forget",
     "largest_but",
+    "limits_of",
     "most_priority",
+    "plain_priority",
     "retransform",
     "store_arrays",
     "store_default",
@@ -40,23 +51,31 @@ def checked_priority(sampler: Any, priority: Any, *, name: str = "priority") -> 
     )
 
 
-def checked_array(sampler: Any, priority: Any) -> tuple[Any, float, _Limits] | None:
+def checked_array(sampler: Any, priority: Any) -> tuple[Any, float, Limits] | None:
     """:func:`checked_priority` for :func:`store_arrays`; ``None`` where that takes more than a look at it.
 
     Returns:
         An array, the largest of it, and what follows from the configuration of ``sampler``.
     """
-    limits = _limits_of(sampler)
+    limits = limits_of(sampler)
     checked = priority_array(priority, limits.dtype, limits.most)
     return None if checked is None else (*checked, limits)
 
 
+def plain_priority(sampler: Any, priority: Any) -> tuple[Any, float] | None:
+    """A tensor of priorities as an array of the dtype of ``sampler``'s trees, without a copy, and the largest of them.
+
+    ``None`` unless all are finite and >= 0. The largest may still be too large for the trees: see :class:`Limits`.
+    """
+    return priority_array(priority, array_dtype(sampler), math.inf)
+
+
 def most_priority(sampler: Any) -> float:
     """The largest priority that ``sampler``'s trees can hold in every slot."""
-    return _limits_of(sampler).most
+    return limits_of(sampler).most
 
 
-class _Limits(NamedTuple):
+class Limits(NamedTuple):
     """What follows from the configuration of a sampler.
 
     Attributes:
@@ -72,17 +91,18 @@ class _Limits(NamedTuple):
     positive: bool
 
 
-def _limits_of(sampler: Any) -> _Limits:
+def limits_of(sampler: Any) -> Limits:
+    """What follows from the configuration that ``sampler`` has now. O(1)."""
     # a stock sampler's exponents may be tensors, which change in place
     limits = _limits.__wrapped__ if is_traced() else _limits
     return limits(float(sampler._alpha), float(sampler._eps), sampler._max_capacity, tree_dtype(sampler))
 
 
 @lru_cache(maxsize=64)
-def _limits(alpha: float, eps: float, capacity: int, dtype: torch.dtype) -> _Limits:
+def _limits(alpha: float, eps: float, capacity: int, dtype: torch.dtype) -> Limits:
     array_dtype = np.dtype(np.float64 if dtype is torch.float64 else np.float32)
     most = largest_priority(alpha=alpha, eps=eps, capacity=capacity, dtype=dtype)
-    return _Limits(most, array_dtype, array_dtype.type(eps), eps > _SMALLEST and eps**alpha > _SMALLEST)
+    return Limits(most, array_dtype, array_dtype.type(eps), eps > _SMALLEST and eps**alpha > _SMALLEST)
 
 
 def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
@@ -100,7 +120,7 @@ def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority:
         return
     if on_cpu(sampler):
         values = priority.numpy()
-        store_arrays(sampler, cells.numpy(), values, float(values.max()), _limits_of(sampler))
+        store_arrays(sampler, cells.numpy(), values, float(values.max()), limits_of(sampler))
         return
     if float(priority.max()) > _known_maximum(sampler):
         (cells, priority), sampler._max_priority = _raised_maximum(sampler, cells, priority)
@@ -110,7 +130,7 @@ def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority:
         sampler._max_priority = (None, None)
 
 
-def store_arrays(sampler: PrioritizedSampler, cells: Any, priority: Any, highest: float, limits: _Limits) -> None:
+def store_arrays(sampler: PrioritizedSampler, cells: Any, priority: Any, highest: float, limits: Limits) -> None:
     """:func:`store_priorities` for arrays, and trees on the CPU.
 
     Args:
