@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter
 
 import torchrl_generational as g
 from torchrl_generational import SlotGenerations
-from torchrl_generational.buffers import mixin
+from torchrl_generational.buffers import base, section
 from torchrl_generational.buffers.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.generations.indexing import as_rows, rows_written
 from torchrl_generational.storages.tensor_storages import GenerationalStorageMixin
@@ -179,7 +179,8 @@ def siblings_without_a_common_lock(patch):
             fields["_own_lock"] = known.lock()
         return fields["_own_lock"]
 
-    patch.setattr(mixin, "_lock_of", own)
+    for module in (base, section):
+        patch.setattr(module, "lock_of", own)
     return scene({"learner": LEARNER, "writer": [("extend", 2, 1)]}, count=2)
 
 

@@ -29,6 +29,7 @@ from torchrl.data import (
     TensorStorage,
 )
 from torchrl.data.replay_buffers import SamplerEnsemble
+from torchrl.envs.transforms import Compose, RewardSum
 
 import torchrl_generational as g
 
@@ -221,6 +222,10 @@ def test_modules_keep_their_hooks_under_the_names_used_here():
     module = torch.nn.Identity()
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         relies(not getattr(module, name), f"Module.{name} (of torch)", "records.row_tracking")
+    inside = Compose()._modules["transforms"]._modules
+    relies(inside == {}, "the transforms of a Compose among its _modules", "buffers.tensordict_mixin")
+    inside = Compose(RewardSum())._modules["transforms"]._modules
+    relies(len(inside) == 1, "the transforms of a Compose among its _modules", "buffers.tensordict_mixin")
 
 
 def test_prefetching_buffers_keep_their_threads_under_the_names_used_here():

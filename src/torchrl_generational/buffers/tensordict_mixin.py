@@ -69,6 +69,7 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
     _default_writer: type[Writer] = GenerationalTensorDictRoundRobinWriter
     _visible_handles = ("index", GENERATION_KEY)
     conditional_updates: bool = False
+    _plain_records: Any = False  # those of which samples are gathered; guarded by the storage's lock
     _written: Any = None  # what holds a record just written, while it gets its priority; guarded by the storage's lock
 
     def __init__(self, *, conditional_updates: bool | None = None, **kwargs: Any) -> None:
@@ -78,7 +79,8 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        state.pop("_written", None)
+        for name in ("_written", "_plain_records"):
+            state.pop(name, None)
         return state
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, **deprecated: Any) -> Any:
@@ -123,7 +125,9 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         """Whether a sample is what the storage holds and the sampler says, of one dimension, on the CPU. Lock held."""
         storage = self._storage
         return (
-            self._sample_dependency is None
+            (storage._storage is self._plain_records or self._settle_plain_records(storage))
+            and getattr(storage.get, "__func__", None) is GenerationalStorageMixin.get
+            and self._sample_dependency is None
             and not self._service_shutdown
             and not self._pin_memory
             and self._collate_fn is _collate_id
@@ -133,15 +137,22 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
             and self._sample_unit is None
             and self._has_no_transform()
             and type(self._learners_sampler()) is GenerationalPrioritizedSampler
-            and getattr(storage.get, "__func__", None) is GenerationalStorageMixin.get
-            and storage.ndim == 1
+            and gathers(storage._storage)
+        )
+
+    def _settle_plain_records(self, storage: Any) -> bool:
+        """Whether the records are of a kind that is gathered; if so, that is known until there are others."""
+        plain = (
+            storage.ndim == 1
             and storage.initialized
             and type(storage._storage) is TensorDict
             and storage._storage.ndim == 1
-            and gathers(storage._storage)
             and storage._storage.device in (None, CPU)
             and storage.device == CPU
         )
+        if plain:
+            self._plain_records = storage._storage
+        return bool(plain)
 
     def update_tensordict_priority_if_present(self, data: TensorDictBase) -> UpdateResult:
         """Updates the priorities of a sample's records that are still in their slots.
@@ -364,7 +375,8 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
 
     def _has_no_transform(self) -> bool:
         transform = self._transform
-        return type(transform) is Compose and not len(transform.transforms)
+        # not transform.transforms, which takes modules longer than all else here
+        return type(transform) is Compose and not transform._modules["transforms"]._modules
 
     def _defaults_are_plain(self) -> bool:
         """Whether a record without a priority needs no more than the default that its writer has given it."""

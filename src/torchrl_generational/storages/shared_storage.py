@@ -88,6 +88,10 @@ class SharableStorage(_Base):
 
     # TorchRL's three numbers. Whenever any thread of the process compiles, it puts a plain one in the counter's place,
     # and hands out the tensors behind the other two.
+    def __len__(self) -> int:
+        # TorchRL's goes through a wrapper that keeps Dynamo out, which takes longer than the answer
+        return super().__len__() if is_traced() else self._len
+
     @property
     def _len(self) -> int:
         length: int = self._len_value if self._compilable else self._len_value.value
