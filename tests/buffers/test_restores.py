@@ -40,6 +40,7 @@ FILES = files_of(
     "storages/tensor_storages",
     "generations/slot_generations",
     "priorities/segment_trees",
+    "priorities/tree_state",
     "storages/shared_storage",
     "storages/writer_state",
     "storages/round_robin_writers",

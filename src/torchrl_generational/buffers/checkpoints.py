@@ -17,7 +17,7 @@ from torchrl_generational.persistence import manifest
 from torchrl_generational.persistence.kept_objects import refuse_lost_in_files
 from torchrl_generational.persistence.restores import PREFETCHED, Plan, Rest, Saved, carry_out, load_part
 from torchrl_generational.persistence.serialization import to_plain, unshared
-from torchrl_generational.priorities.segment_trees import TreeState
+from torchrl_generational.priorities.tree_state import TreeState
 from torchrl_generational.records.saved_records import file_of
 from torchrl_generational.samplers.prioritized import GenerationalPrioritizedSampler
 from torchrl_generational.storages.loaded_records import LoadedRecords

@@ -25,7 +25,7 @@ from torchrl_generational.buffers import ready_made as buffers
 from torchrl_generational.buffers.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.concurrency.storage_lock import StorageLock
 from torchrl_generational.generations.slot_generations import SlotGenerations
-from torchrl_generational.priorities.segment_trees import TreeState
+from torchrl_generational.priorities.tree_state import TreeState
 from torchrl_generational.samplers import prioritized as samplers
 from torchrl_generational.samplers import prioritized_slices as slices
 from torchrl_generational.storages import round_robin_writers as writers

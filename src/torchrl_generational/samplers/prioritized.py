@@ -20,13 +20,13 @@ from torchrl_generational.generations.protocols import generations_on
 from torchrl_generational.generations.slot_generations import GENERATION_KEY
 from torchrl_generational.priorities.proportional_draw import draw
 from torchrl_generational.priorities.segment_trees import (
-    TreeState,
     double_sums,
     on_cpu,
     read_leaves,
     tree_dtype,
     write_leaves,
 )
+from torchrl_generational.priorities.tree_state import TreeState
 from torchrl_generational.priorities.tree_updates import (
     checked_array,
     checked_priority,
