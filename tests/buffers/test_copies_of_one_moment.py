@@ -281,17 +281,17 @@ def shared() -> Any:
 
 
 @pytest.mark.parametrize("queue", ["multiprocessing", "torch"])
-@pytest.mark.parametrize("road", ["queue", "simple queue", "pipe"])
-def test_a_shared_buffer_that_comes_through_a_queue_is_refused_where_it_arrives(road, queue):
+@pytest.mark.parametrize("path", ["queue", "simple queue", "pipe"])
+def test_a_shared_buffer_that_comes_through_a_queue_is_refused_where_it_arrives(path, queue):
     """Whoever waits for it gets the error, and the sender nothing: a queue pickles in a thread."""
     rb = shared()
     module: Any = multiprocessing if queue == "multiprocessing" else torch.multiprocessing
     context = module.get_context("fork")
-    if road == "pipe":
+    if path == "pipe":
         receiving, sending = context.Pipe(duplex=False)
         receive, send = receiving.recv, sending.send
     else:
-        passing = context.Queue() if road == "queue" else context.SimpleQueue()
+        passing = context.Queue() if path == "queue" else context.SimpleQueue()
         receive, send = passing.get, passing.put
 
     def look() -> None:
@@ -303,7 +303,7 @@ def test_a_shared_buffer_that_comes_through_a_queue_is_refused_where_it_arrives(
         send(rb)
         send("next")
         assert child.exit_code() == 0
-    if road == "queue":
+    if path == "queue":
         passing.close()
         passing.join_thread()
 

@@ -134,8 +134,8 @@ def test_an_exchange_that_torchrl_refuses_changes_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # TorchRL's sampler, on coordinates
-@pytest.mark.parametrize("road", ["extend", "add"])
-def test_a_first_write_that_would_outgrow_a_stock_sampler_is_refused(road):
+@pytest.mark.parametrize("path", ["extend", "add"])
+def test_a_first_write_that_would_outgrow_a_stock_sampler_is_refused(path):
     """C10: the storage rounds its capacity up to whole rows, and the trees do not check bounds."""
 
     def grid(capacity):
@@ -150,12 +150,12 @@ def test_a_first_write_that_would_outgrow_a_stock_sampler_is_refused(road):
     with pytest.raises(
         ValueError, match="Rows of 5 cells round the storage's capacity of 16 up to 20, and Prioritized"
     ):
-        rb.extend(data) if road == "extend" else rb.add(data[:, 0])
+        rb.extend(data) if path == "extend" else rb.add(data[:, 0])
     assert not rb.storage.initialized
     assert rb.write_count == 0
     rb = grid(20)
-    rb.extend(data) if road == "extend" else rb.add(data[:, 0])
-    assert len(rb) == (20 if road == "extend" else 5)
+    rb.extend(data) if path == "extend" else rb.add(data[:, 0])
+    assert len(rb) == (20 if path == "extend" else 5)
 
 
 # ------------------------------------------------------------------ first use

@@ -1,6 +1,6 @@
-"""The short roads of the CPU and the general ones lead to the same place, bit for bit.
+"""The fast paths of the CPU and the general ones lead to the same place, bit for bit.
 
-Every program of random calls runs twice: as it is, and with all short roads closed.
+Every program of random calls runs twice: as it is, and with all fast paths closed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchrl_generational.storages import tensor_storages as storages
 SLOTS = 12
 
 
-def close_short_roads(monkeypatch):
+def close_short_paths(monkeypatch):
     def closed(*args, **kwargs):
         return None
 
@@ -36,7 +36,7 @@ def close_short_roads(monkeypatch):
     monkeypatch.setattr(priority_updates, "stores_arrays", lambda sampler: False)
     monkeypatch.setattr(fast, "matched", closed)
     monkeypatch.setattr(fast, "select", closed)
-    monkeypatch.setattr(writers.GenerationalWriterMixin, "_is_run", lambda self, data, ndim=1: False)
+    monkeypatch.setattr(writers.GenerationalWriterMixin, "_is_contiguous", lambda self, data, ndim=1: False)
     monkeypatch.setattr(samplers.GenerationalPrioritizedSampler, "_takes_defaults", lambda self, storage: False)
     monkeypatch.setattr(
         tensordict_mixin.GenerationalTensorDictReplayBufferMixin, "_samples_are_plain", lambda self: False
@@ -156,17 +156,17 @@ class Program:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_program_ends_the_same_with_the_short_roads_open_and_closed(seed, kind, monkeypatch):
+def test_a_program_ends_the_same_with_the_fast_paths_open_and_closed(seed, kind, monkeypatch):
     short = Program(seed, kind).run(40)
     with monkeypatch.context() as patch:
-        close_short_roads(patch)
+        close_short_paths(patch)
         general = Program(seed, kind).run(40)
     for number, (one, other) in enumerate(zip(short, general, strict=True)):
         assert one == other, f"call {number}"
 
 
-def test_the_short_roads_are_taken_by_what_a_training_loop_does(monkeypatch):
-    """Else the test above compares the general roads with themselves."""
+def test_the_fast_paths_are_taken_by_what_a_training_loop_does(monkeypatch):
+    """Else the test above compares the general paths with themselves."""
     taken = set()
 
     def watched(module, name):
@@ -183,7 +183,7 @@ def test_the_short_roads_are_taken_by_what_a_training_loop_does(monkeypatch):
     watched(priority_updates, "prepared_arrays")
     watched(tensordict_mixin.GenerationalTensorDictReplayBufferMixin, "_prepared_entries")
     watched(tensordict_mixin.GenerationalTensorDictReplayBufferMixin, "_sample_plainly")
-    watched(writers.GenerationalWriterMixin, "_is_run")
+    watched(writers.GenerationalWriterMixin, "_is_contiguous")
     watched(samplers.GenerationalPrioritizedSampler, "_takes_defaults")
     watched(fast, "matched")
     rb = Program(0, "usual").rb
@@ -194,7 +194,14 @@ def test_the_short_roads_are_taken_by_what_a_training_loop_does(monkeypatch):
     rb.update_priority_if_present(index=sample["index"], generation=sample["index_generation"], priority=torch.rand(6))
     sample["td_error"] = torch.rand(6)
     rb.update_tensordict_priority_if_present(sample)
-    assert taken == {"prepared_arrays", "_prepared_entries", "_sample_plainly", "_is_run", "_takes_defaults", "matched"}
+    assert taken == {
+        "prepared_arrays",
+        "_prepared_entries",
+        "_sample_plainly",
+        "_is_contiguous",
+        "_takes_defaults",
+        "matched",
+    }
 
 
 def test_the_place_of_the_maximum_is_no_view_of_the_callers_index():
@@ -213,7 +220,7 @@ def test_what_is_no_record_is_stale_whatever_stamp_comes_with_it(closed, monkeyp
     rb.storage.abandon(torch.tensor([2]))  # its last write did not end
     torn = torch.tensor([2])
     if closed:
-        close_short_roads(monkeypatch)
+        close_short_paths(monkeypatch)
 
     def updated(index):
         return rb.update_priority_if_present(
@@ -270,7 +277,7 @@ def test_arrays_refuse_what_takes_a_conversion():
     assert index_array(torch.tensor([], dtype=torch.int64), 5) is None
     values, highest = priority_array(torch.tensor([0.0, 2.0]), np.float32, 3.0)
     assert (values.tolist(), highest) == ([0.0, 2.0], 2.0)
-    assert priority_array(torch.tensor([-0.0]), np.float32, 3.0) is None  # looks negative; the general road knows
+    assert priority_array(torch.tensor([-0.0]), np.float32, 3.0) is None  # looks negative; the general path knows
     for bad in (-1.0, np.nan, np.inf, 4.0):
         assert priority_array(torch.tensor([1.0, bad]), np.float32, 3.0) is None
     assert priority_array(torch.tensor([np.inf]), np.float32, np.inf) is None
@@ -294,7 +301,7 @@ def test_a_class_that_overrides_the_update_is_asked_by_the_update_of_samples():
     assert asked == [["generation", "index", "priority"]]
 
 
-# ------------------------------------------------------------------ what a short road must not pass by
+# ------------------------------------------------------------------ what a fast path must not pass by
 
 
 def prioritized_ring(cls=g.GenerationalTensorDictReplayBuffer, storage=None, sampler=None, **kwargs):

@@ -222,7 +222,7 @@ def test_a_dimension_of_size_one_does_not_have_to_be_in_the_errors():
     assert leaves(rb).tolist() == [last.get(slot, 1.0) for slot in range(8)]
 
 
-def test_the_road_of_a_trainer_goes_by_the_handles_too():
+def test_the_path_of_a_trainer_goes_by_the_handles_too():
     rb = filled(conditional_updates=True)
     sample = rb.sample().set(E, torch.arange(11.0, 19.0))
     rb.update_tensordict_priority(TensorDict(sample.to_dict()))

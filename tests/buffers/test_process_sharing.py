@@ -391,10 +391,10 @@ def test_parts_are_exchanged_only_while_nobody_shares_them():
 
 
 @pytest.mark.filterwarnings("ignore:Loading the storage on an uninitialized TensorDict")  # TorchRL's advice
-@pytest.mark.parametrize("road", ["state dict", "files"])
+@pytest.mark.parametrize("path", ["state dict", "files"])
 @pytest.mark.parametrize("filled", [True, False], ids=["over records", "over none"])
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda cls: cls.__name__)
-def test_what_the_learner_restores_the_others_have(storage, filled, road, tmp_path):
+def test_what_the_learner_restores_the_others_have(storage, filled, path, tmp_path):
     source = shared(8)
     source.update_priority(torch.tensor([1]), 4.0)
     rb = shared(8, storage=storage(8), filled=filled)
@@ -411,7 +411,7 @@ def test_what_the_learner_restores_the_others_have(storage, filled, road, tmp_pa
     source.writer._write_count = 8 + 2 * filled
     with forked(look_twice) as child:
         child.wait_for("ready")
-        if road == "files":
+        if path == "files":
             source.dumps(tmp_path / "source")
             rb.loads(tmp_path / "source")
         else:
@@ -547,8 +547,8 @@ def test_a_first_write_that_was_begun_and_never_ended_is_made_again():
 
 
 @pytest.mark.parametrize("kind", ["tensor", "object"])
-@pytest.mark.parametrize("road", ["state dict", "files"])
-def test_a_checkpoint_whose_records_others_could_not_join_is_refused(road, kind, tmp_path):
+@pytest.mark.parametrize("path", ["state dict", "files"])
+def test_a_checkpoint_whose_records_others_could_not_join_is_refused(path, kind, tmp_path):
     records_of = {
         "tensor": torch.arange(8.0),
         "object": TensorDict({"x": torch.arange(8), "name": NonTensorData("n", batch_size=[8])}, [8]),
@@ -560,7 +560,7 @@ def test_a_checkpoint_whose_records_others_could_not_join_is_refused(road, kind,
     with pytest.raises(
         ValueError, match="must be tensordicts|entries that are no tensors|does not fit: .* pytree-based"
     ):
-        rb.load_state_dict(source.state_dict()) if road == "state dict" else rb.loads(tmp_path / "saved")
+        rb.load_state_dict(source.state_dict()) if path == "state dict" else rb.loads(tmp_path / "saved")
     assert (len(rb), rb.storage.initialized, rb.storage.generations.tolist()) == (0, False, [-1] * 8)
 
 

@@ -189,16 +189,16 @@ def test_no_update_comes_between_a_record_and_its_first_priority(kind, monkeypat
     assert (leaves(rb)[3].item() == 0.5) == (kind == "ours")
 
 
-@pytest.mark.parametrize("road", ["extend", "add"])
+@pytest.mark.parametrize("path", ["extend", "add"])
 @pytest.mark.parametrize(
     ("bad", "message"), [(float("nan"), "got nan"), (-1.0, "got -1.0"), (float("inf"), "got inf"), (1e38, "too large")]
 )
-def test_a_first_priority_that_no_tree_can_hold_is_refused_before_the_write(road, bad, message):
+def test_a_first_priority_that_no_tree_can_hold_is_refused_before_the_write(path, bad, message):
     rb = filled(4)
     before = buffer_state(rb)
     data = records(2, 50, td_error=torch.tensor([1.0, bad]))
     with pytest.raises(ValueError, match=f"entry 'td_error'.*{message}"):
-        rb.extend(data) if road == "extend" else rb.add(data[1])
+        rb.extend(data) if path == "extend" else rb.add(data[1])
     assert buffer_state(rb) == before
 
 
@@ -224,25 +224,25 @@ def test_first_priorities_reach_the_tree_in_every_layout():
     assert leaves(rb)[:6].tolist() == rb.storage._storage["x"].flatten().tolist()
 
 
-@pytest.mark.parametrize("road", ["extend", "add", "setitem", "write_all", "write_at"])
-def test_a_sample_written_back_is_a_new_record_and_stores_no_handle(road):
+@pytest.mark.parametrize("path", ["extend", "add", "setitem", "write_all", "write_at"])
+def test_a_sample_written_back_is_a_new_record_and_stores_no_handle(path):
     """C32."""
     rb = filled()
     sample = rb.sample()
     handle = sample["index"].clone(), sample["index_generation"].clone()
     stamps = rb.storage.generations.clone()
-    if road == "extend":
+    if path == "extend":
         rb.extend(sample[:3])
-    elif road == "add":
+    elif path == "add":
         rb.add(sample[0])
-    elif road == "setitem":
+    elif path == "setitem":
         rb[0:3] = sample[:3].exclude("priority_weight")
-    elif road == "write_all":
+    elif path == "write_all":
         rb.write_all(sample.exclude("priority_weight"))
     else:
         rb.writer.write_at(torch.arange(3), sample[:3].clone())
     assert set(rb.storage._storage.keys()) - {"priority_weight"} == {"x", "index"}
-    assert rb.storage._storage["index"].tolist() == list(range(8)) or road in ("setitem", "write_all")
+    assert rb.storage._storage["index"].tolist() == list(range(8)) or path in ("setitem", "write_all")
     assert (rb.storage.generations != stamps)[0]
     # the caller's batch still names the records that it was drawn from
     assert torch.equal(sample["index"], handle[0])

@@ -207,15 +207,15 @@ class BufferAgainstDict(Hazards, RuleBasedStateMachine):
         self.wrote(slots, records)
 
     @precondition(lambda self: self.ndim == 1 and self.model.length > 0)
-    @rule(value=st.integers(0, 9), who=WHO, road=st.sampled_from(["set_", "set_at_", "update_", "item"]))
-    def set_field(self, value: int, who: int, road: str) -> None:
+    @rule(value=st.integers(0, 9), who=WHO, path=st.sampled_from(["set_", "set_at_", "update_", "item"]))
+    def set_field(self, value: int, who: int, path: str) -> None:
         rb, count = self.buffers[who], self.model.length
         values = torch.full((count,), value)
-        if road == "set_":
+        if path == "set_":
             rb.set_("y", values)
-        elif road == "update_":
+        elif path == "update_":
             rb.update_(TensorDict({"y": values}, [count]))
-        elif road == "item":
+        elif path == "item":
             rb["y"] = values
         else:
             rb.set_at_("y", values[:1], [count - 1])
@@ -237,8 +237,8 @@ class BufferAgainstDict(Hazards, RuleBasedStateMachine):
     # -------------------------------------------------------------- sampling and updating
 
     @precondition(lambda self: self.model.length > 0)
-    @rule(who=WHO, road=st.sampled_from(["sample", "iterate"]))
-    def sample(self, who: int, road: str) -> None:
+    @rule(who=WHO, path=st.sampled_from(["sample", "iterate"]))
+    def sample(self, who: int, path: str) -> None:
         model, rb = self.model, self.buffers[who]
         if not any(value > 0 or not model.alpha[who] for value in model.priority[who].values()):
             if not self.prefetch:
@@ -247,7 +247,7 @@ class BufferAgainstDict(Hazards, RuleBasedStateMachine):
             return
         if self.prefetch and any(not any(priority.values()) for priority in model.priority):
             return  # a prefetched draw would raise at some later call
-        sample = rb.sample() if road == "sample" else next(iter(rb))
+        sample = rb.sample() if path == "sample" else next(iter(rb))
         slots = (sample["index"] if self.ndim == 1 else sample["index"][:, 0]).tolist()
         owners = sample["x"].tolist()
         if not self.prefetch:
@@ -376,18 +376,18 @@ class BufferAgainstDict(Hazards, RuleBasedStateMachine):
     @rule(
         who=WHO,
         fault=st.sampled_from(["missing", "shape", "dtype", "extra dimension"]),
-        road=st.sampled_from(["extend", "add", "item", "slice", "mask", "stepped"]),
+        path=st.sampled_from(["extend", "add", "item", "slice", "mask", "stepped"]),
     )
-    def refuse_records_that_do_not_fit(self, who: int, fault: str, road: str) -> None:
+    def refuse_records_that_do_not_fit(self, who: int, fault: str, path: str) -> None:
         """Whatever is refused changes nothing: the invariant looks."""
-        rb, count = self.buffers[who], {"slice": self.model.length, "mask": self.model.length}.get(road, 2)
-        if self.ndim == 2 and road != "extend":
+        rb, count = self.buffers[who], {"slice": self.model.length, "mask": self.model.length}.get(path, 2)
+        if self.ndim == 2 and path != "extend":
             return
-        if fault == "dtype" and road in ("add", "slice", "stepped"):
+        if fault == "dtype" and path in ("add", "slice", "stepped"):
             return  # torch converts numbers where places are not named by a tensor
-        if fault == "extra dimension" and road == "add":
+        if fault == "extra dimension" and path == "add":
             return  # and leaves out dimensions of one
-        if road == "stepped":
+        if path == "stepped":
             count = len(range(0, self.model.length, 2))
         serial = self.serial
         data, _ = self.data(count)
@@ -406,13 +406,13 @@ class BufferAgainstDict(Hazards, RuleBasedStateMachine):
         before = [sampler_state(buffer) for buffer in self.buffers]
         every = torch.ones(self.model.length, dtype=torch.bool)
         with pytest.raises((RuntimeError, ValueError, LookupError, TypeError)):
-            if road == "extend":
+            if path == "extend":
                 rb.extend(data)
-            elif road == "add":
+            elif path == "add":
                 rb.add(data[0])
             else:
-                index = {"item": [0, 0], "slice": slice(None), "mask": every, "stepped": slice(0, None, 2)}[road]
-                rb[index if road != "item" else torch.arange(min(2, ROWS))] = data
+                index = {"item": [0, 0], "slice": slice(None), "mask": every, "stepped": slice(0, None, 2)}[path]
+                rb[index if path != "item" else torch.arange(min(2, ROWS))] = data
         assert [sampler_state(buffer) for buffer in self.buffers] == before
 
     @precondition(lambda self: bool(self.handles))

@@ -132,7 +132,7 @@ class Hazards:
         try:
             with another_thread_compiles():
                 self.extend(count=count, who=who, priority=None, use=False)
-                self.sample(who=who, road="sample")
+                self.sample(who=who, path="sample")
         finally:
             del storage.reach
         assert held

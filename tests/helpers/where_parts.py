@@ -106,8 +106,8 @@ for name, (dimensions, makers) in SAMPLERS.items():
         for ndim in dimensions:
             for kind in ("memory", "memmap"):
                 for in_sample in (True, False) if not variant and kind == "memory" else (True,):
-                    road = f"{variant} {ndim}d {kind}{'' if in_sample else ' info'}".strip()
-                    check("sampler", name, road)(partial(sampler_check, make, kind, ndim, in_sample))
+                    path = f"{variant} {ndim}d {kind}{'' if in_sample else ' info'}".strip()
+                    check("sampler", name, path)(partial(sampler_check, make, kind, ndim, in_sample))
 
 
 @check("sampler", "SamplerWithoutReplacement", "epochs")
@@ -241,12 +241,12 @@ ANCHORS = {
     "stock": lambda cells: stock.PrioritizedSampler(cells, 1.0, 1.0),
 }
 for ndim in (1, 2):
-    for road, anchors in ANCHORS.items():
+    for path, anchors in ANCHORS.items():
         for variant, unit in UNITS.items():
-            check("sample unit", "Sequence", f"{variant} {road} {ndim}d")(
+            check("sample unit", "Sequence", f"{variant} {path} {ndim}d")(
                 lambda unit=unit, anchors=anchors, ndim=ndim: unit_check(unit(), anchors, "memory", ndim)
             )
-        check("sample unit", "Transition", f"{road} {ndim}d".strip())(
+        check("sample unit", "Transition", f"{path} {ndim}d".strip())(
             partial(unit_check, stock.Transition(), anchors, "memory", ndim)
         )
 check("sample unit", "Sequence", "memmap")(lambda: unit_check(UNITS["pad"](), ANCHORS[""], "memmap", 1))

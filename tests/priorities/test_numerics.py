@@ -143,9 +143,9 @@ def test_with_an_exponent_of_zero_all_records_are_alike():
     assert set(rb.sampler.sample(rb.storage, 1000)[0].tolist()) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("road", ["state_dict", "dumps"])
+@pytest.mark.parametrize("path", ["state_dict", "dumps"])
 @pytest.mark.parametrize("from_stock", [False, True])
-def test_priorities_of_zero_survive_a_checkpoint(road, from_stock, tmp_path):
+def test_priorities_of_zero_survive_a_checkpoint(path, from_stock, tmp_path):
     """TorchRL's min tree holds a zero for them, by which every weight is infinite."""
     priority = torch.tensor([0.0, 3.0, 0.0, 1.0])
     if from_stock:
@@ -155,7 +155,7 @@ def test_priorities_of_zero_survive_a_checkpoint(road, from_stock, tmp_path):
     rb.extend(records(4))
     rb.update_priority(torch.arange(4), priority)
     restored = plain_prioritized(4, eps=0.0)
-    if road == "dumps":
+    if path == "dumps":
         rb.dumps(tmp_path)
         restored.loads(tmp_path)
     else:

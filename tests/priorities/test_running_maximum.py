@@ -51,13 +51,13 @@ def test_a_zero_of_the_sampler_alone_is_no_maximum():
 
 
 @pytest.mark.parametrize("within", [True, False])
-@pytest.mark.parametrize("road", ["state_dict", "dumps"])
-def test_a_maximum_of_zero_that_torchrl_saved_is_none(within, road, tmp_path):
+@pytest.mark.parametrize("path", ["state_dict", "dumps"])
+def test_a_maximum_of_zero_that_torchrl_saved_is_none(within, path, tmp_path):
     stock = PrioritizedSampler(4, 0.7, 0.5, max_priority_within_buffer=within)
     stock.update_priority(torch.arange(4), torch.zeros(4))
     assert float(stock.default_priority) == 0.0
     ours = g.GenerationalPrioritizedSampler(4, 0.7, 0.5, max_priority_within_buffer=within)
-    if road == "state_dict":
+    if path == "state_dict":
         ours.load_state_dict(stock.state_dict())
     else:
         stock.dumps(tmp_path)
@@ -159,22 +159,22 @@ def test_births_are_those_of_a_plain_loop(history, within, alpha, eps, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("road", ["state_dict", "alpha", "within", "grow"])
-def test_the_leaf_of_a_single_slot_is_read_exactly(dtype, road):
+@pytest.mark.parametrize("path", ["state_dict", "alpha", "within", "grow"])
+def test_the_leaf_of_a_single_slot_is_read_exactly(dtype, path):
     """C55: through float32, whatever the priorities are."""
-    rb = plain_prioritized(1, eps=0.0, dtype=dtype, max_priority_within_buffer=road == "within")
+    rb = plain_prioritized(1, eps=0.0, dtype=dtype, max_priority_within_buffer=path == "within")
     rb.extend(torch.arange(1))
     tenth = torch.tensor(0.1, dtype=dtype).item()
     rb.update_priority(torch.tensor([0]), tenth)
-    if road == "state_dict":
+    if path == "state_dict":
         assert rb.sampler.state_dict()["_sum_tree"].tolist() == [tenth]
         before = sampler_state_of_one(rb)
         rb.sampler.load_state_dict(rb.sampler.state_dict())
         assert sampler_state_of_one(rb) == before
-    elif road == "alpha":
+    elif path == "alpha":
         rb.sampler.alpha = 2.0
         assert rb.sampler._sum_tree[0] == torch.tensor(tenth**2, dtype=dtype).item()
-    elif road == "within":
+    elif path == "within":
         rb.update_priority(torch.tensor([0]), tenth / 2)
         assert float(rb.sampler.default_priority) == tenth / 2
     else:
@@ -188,7 +188,7 @@ def sampler_state_of_one(rb):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_buffer_of_one_slot_goes_all_roads(dtype, tmp_path):
+def test_a_buffer_of_one_slot_goes_all_paths(dtype, tmp_path):
     rb = g.GenerationalTensorDictReplayBuffer(
         storage=g.GenerationalLazyTensorStorage(1),
         sampler=g.GenerationalPrioritizedSampler(1, 1.0, 1.0, dtype=dtype),

@@ -86,15 +86,15 @@ def test_shapes_that_do_not_fit_are_refused(given, handles):
 @pytest.mark.parametrize(("priority", "alpha"), [(1e38, 1.0), (1e20, 2.0), (1e200, 5.0)])
 def test_a_priority_whose_total_would_overflow_is_refused(priority, alpha):
     dtype = torch.float64 if priority > 1e38 else torch.float32
-    most = largest_priority(alpha=alpha, eps=1e-8, capacity=10, dtype=dtype)
+    bound = largest_priority(alpha=alpha, eps=1e-8, capacity=10, dtype=dtype)
     with pytest.raises(ValueError, match="is too large"):
-        as_priority([1.0, priority], dtype=dtype, device="cpu", most=most)
+        as_priority([1.0, priority], dtype=dtype, device="cpu", bound=bound)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.01, 0.3, 1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_largest_priority_in_every_slot_leaves_the_total_finite(alpha, dtype):
-    most = min(largest_priority(alpha=alpha, eps=1e-8, capacity=64, dtype=dtype), torch.finfo(dtype).max / 2)
-    leaf = (torch.full((64,), most, dtype=dtype) * 0.999 + 1e-8) ** alpha
+    bound = min(largest_priority(alpha=alpha, eps=1e-8, capacity=64, dtype=dtype), torch.finfo(dtype).max / 2)
+    leaf = (torch.full((64,), bound, dtype=dtype) * 0.999 + 1e-8) ** alpha
     assert leaf.sum().isfinite()
-    as_priority(most * 0.999, dtype=dtype, device="cpu", most=most)
+    as_priority(bound * 0.999, dtype=dtype, device="cpu", bound=bound)

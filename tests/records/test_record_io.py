@@ -1,4 +1,4 @@
-"""Records go in and out as with TorchRL, whatever road they take inside."""
+"""Records go in and out as with TorchRL, whatever path they take inside."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_records_that_differ_from_the_first_are_taken_or_refused_as_with_torchrl
     assert outcomes[0] == outcomes[1]
 
 
-def test_a_plain_layout_takes_the_short_road(monkeypatch):
+def test_a_plain_layout_takes_the_short_path(monkeypatch):
     taken = []
     monkeypatch.setattr(fast, "copy", lambda *args, original=fast.copy: (taken.append("in"), original(*args)))
     monkeypatch.setattr(fast, "select", lambda *args, original=fast.select: (taken.append("out"), original(*args))[1])
@@ -197,7 +197,7 @@ def test_a_plain_layout_takes_the_short_road(monkeypatch):
     assert set(taken[2:]) == {"out"}
 
 
-def test_a_sample_is_the_same_on_both_roads(monkeypatch):
+def test_a_sample_is_the_same_on_both_paths(monkeypatch):
     def sample(plain: bool):
         rb = g.GenerationalTensorDictPrioritizedReplayBuffer(
             alpha=0.7,

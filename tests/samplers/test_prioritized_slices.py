@@ -24,11 +24,11 @@ from torchrl_generational.samplers import trajectory_ends as boundaries
 
 DONE = ("next", "done")
 # How many candidates may be rejected before all records are looked at: none, some, any number.
-ROADS = {"exact": 0, "mixed": 1, "rejection": 10**7}
+PATHS = {"exact": 0, "mixed": 1, "rejection": 10**7}
 
 
-def take_road(monkeypatch: pytest.MonkeyPatch, road: str) -> None:
-    monkeypatch.setattr(starts, "_tries", lambda num_cells, steps: ROADS[road])
+def take_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(starts, "_tries", lambda num_cells, steps: PATHS[path])
 
 
 class Ring:
@@ -155,14 +155,14 @@ def random_ring(seed: int, *, lanes: int | None, **sampler: Any) -> Ring:
     return ring
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("key", ["episode", "done"])
 @pytest.mark.parametrize("lanes", [None, 3])
 @pytest.mark.parametrize("strict", [True, False])
 def test_every_possible_slice_is_drawn_in_proportion_to_the_leaf_of_its_start_and_no_other(
-    monkeypatch, road, key, lanes, strict
+    monkeypatch, path, key, lanes, strict
 ):
-    take_road(monkeypatch, road)
+    take_path(monkeypatch, path)
     tried = refused = 0
     keys = {"traj_key": "episode"} if key == "episode" else {"end_key": DONE}
     for seed in range(8):
@@ -176,7 +176,7 @@ def test_every_possible_slice_is_drawn_in_proportion_to_the_leaf_of_its_start_an
         weights = {start: leaf[start] for start in possible if leaf[start] > 0}
         if not weights:
             refused += 1
-            if road != "rejection":
+            if path != "rejection":
                 with pytest.raises(RuntimeError, match="Cannot sample slices"):
                     ring.drawn(steps)
             continue
@@ -273,8 +273,8 @@ def test_candidates_are_kept_in_the_order_in_which_they_are_drawn():
 
 
 def test_every_step_has_the_importance_weight_of_its_slices_start(monkeypatch):
-    for road in ROADS:
-        take_road(monkeypatch, road)
+    for path in PATHS:
+        take_path(monkeypatch, path)
         ring = full_ring(span=(0, 2))
         ring.rb.sampler.beta = 0.5
         found, info = ring.drawn(200)
@@ -319,16 +319,16 @@ def test_updates_reach_the_records_of_slices_that_are_still_there_and_no_others(
     assert torch.equal(after[others], before[others])
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_sampling_leaves_the_priorities_as_they_are(monkeypatch, road):
-    take_road(monkeypatch, road)
+@pytest.mark.parametrize("path", PATHS)
+def test_sampling_leaves_the_priorities_as_they_are(monkeypatch, path):
+    take_path(monkeypatch, path)
     ring = full_ring()
     before = sampler_state(ring.rb)
     ring.drawn(400)
     assert sampler_state(ring.rb) == before
 
 
-@pytest.mark.parametrize("road", ["exact", "rejection"])
+@pytest.mark.parametrize("path", ["exact", "rejection"])
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -342,9 +342,9 @@ def test_sampling_leaves_the_priorities_as_they_are(monkeypatch, road):
         (torch, "pow"),
     ],
 )
-def test_a_sample_that_raises_midway_leaves_the_priorities_as_they_are(monkeypatch, road, owner, name):
+def test_a_sample_that_raises_midway_leaves_the_priorities_as_they_are(monkeypatch, path, owner, name):
     """C28: stock leaves zeros behind."""
-    take_road(monkeypatch, road)
+    take_path(monkeypatch, path)
     ring = full_ring()
     before = sampler_state(ring.rb)
 
@@ -353,10 +353,10 @@ def test_a_sample_that_raises_midway_leaves_the_priorities_as_they_are(monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, broken)
-        if name not in {"exact": ("judge", "draw"), "rejection": ("judge_all",)}[road]:
+        if name not in {"exact": ("judge", "draw"), "rejection": ("judge_all",)}[path]:
             with pytest.raises(ZeroDivisionError):
                 ring.drawn(80)
-        elif road == "rejection":
+        elif path == "rejection":
             ring.drawn(80)
     assert sampler_state(ring.rb) == before
 
@@ -402,8 +402,8 @@ def test_prefetched_slices_stay_within_trajectories_while_priorities_change_and_
 
 
 def test_no_slice_holds_a_record_whose_last_write_did_not_end(monkeypatch):
-    for road in ROADS:
-        take_road(monkeypatch, road)
+    for path in PATHS:
+        take_path(monkeypatch, path)
         for strict, span in ((True, False), (False, False), (True, (0, 3))):
             ring = full_ring(strict_length=strict, span=span)
             least = 1 if span else 4
@@ -480,9 +480,9 @@ def test_trailing_dimensions_of_marks_do_not_matter():
 
 @pytest.mark.parametrize("ends", [[], [11], [4], [4, 11], [0]])
 @pytest.mark.parametrize("by", ["done", "ids", "ends", "trajectories"])
-@pytest.mark.parametrize("road", ["exact", "rejection"])
-def test_a_full_ring_that_was_never_written_here_is_read_as_stock_reads_it(monkeypatch, ends, by, road):
-    take_road(monkeypatch, road)
+@pytest.mark.parametrize("path", ["exact", "rejection"])
+def test_a_full_ring_that_was_never_written_here_is_read_as_stock_reads_it(monkeypatch, ends, by, path):
+    take_path(monkeypatch, path)
     done = torch.zeros(12, dtype=torch.bool)
     done[ends] = True
     ids = torch.cat([torch.zeros(1, dtype=torch.int64), done.cumsum(0)[:-1]]) % max(len(ends), 1)
@@ -501,9 +501,9 @@ def test_a_full_ring_that_was_never_written_here_is_read_as_stock_reads_it(monke
     assert started(ours, storage) == started(stock, storage)
 
 
-@pytest.mark.parametrize("road", ["exact", "rejection"])
-def test_lanes_without_any_end_are_judged_on_their_own(monkeypatch, road):
-    take_road(monkeypatch, road)
+@pytest.mark.parametrize("path", ["exact", "rejection"])
+def test_lanes_without_any_end_are_judged_on_their_own(monkeypatch, path):
+    take_path(monkeypatch, path)
     done = torch.zeros(6, 2, dtype=torch.bool)
     done[2, 1] = True
     storage = g.GenerationalLazyTensorStorage(12, ndim=2)
@@ -665,16 +665,16 @@ def test_copies_have_configuration_priorities_and_a_lock_of_their_own():
     assert all(path == possible[path[0], 0] for _, path in ring.drawn(400)[0])
 
 
-@pytest.mark.parametrize("road", ["state_dict", "dumps", "stock dumps", "stock state_dict"])
-def test_checkpoints_bring_priorities_back(road, tmp_path):
+@pytest.mark.parametrize("path", ["state_dict", "dumps", "stock dumps", "stock state_dict"])
+def test_checkpoints_bring_priorities_back(path, tmp_path):
     ring = full_ring()
     saved: Any = ring.rb.sampler
-    if road.startswith("stock"):
+    if path.startswith("stock"):
         saved = PrioritizedSliceSampler(40, 1.0, 1.0, slice_len=4)
         saved.update_priority(torch.arange(40), leaves(ring.rb) + 1)
     target = full_ring()
     target.rb.update_priority(torch.arange(40), torch.rand(40))
-    if road.endswith("dumps"):
+    if path.endswith("dumps"):
         saved.dumps(tmp_path)
         target.rb.sampler.loads(tmp_path)
     else:

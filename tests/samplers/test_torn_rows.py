@@ -106,9 +106,9 @@ def test_a_torn_record_survives_a_checkpoint_as_one_that_is_not_drawn(tmp_path):
     source.extend(two_entries(8))
     fail_in_the_middle(source, 3, twin=torch.arange(3))
     source.dumps(tmp_path / "saved")
-    for road in ("state", "files"):
+    for path in ("state", "files"):
         rb = prioritized(8)
-        if road == "state":
+        if path == "state":
             rb.extend(two_entries(8))
             rb.load_state_dict(source.state_dict())
         else:

@@ -223,7 +223,7 @@ def outcome(write):
     return None
 
 
-def attempt(layout, index, fault, *, memory="memory", length=8, ndim=1, tuples=False, road="item", dim_extend=0):
+def attempt(layout, index, fault, *, memory="memory", length=8, ndim=1, tuples=False, path="item", dim_extend=0):
     """One write to both. Returns what was raised by each; asserts what has to hold whatever that was."""
     ours, stock, inner = pair(layout, memory, length, ndim, tuples, dim_extend)
     space = (SLOTS if length == 8 or not isinstance(index, tuple) else length, *inner)
@@ -246,9 +246,9 @@ def attempt(layout, index, fault, *, memory="memory", length=8, ndim=1, tuples=F
 
     def write(rb):
         value = copy.deepcopy(data)
-        if road == "item":
+        if path == "item":
             rb[index] = value
-        elif road == "storage":
+        elif path == "storage":
             rb.storage[index] = value
         else:
             rb.storage.set(index, value)
@@ -264,7 +264,7 @@ def attempt(layout, index, fault, *, memory="memory", length=8, ndim=1, tuples=F
             assert flat(got) == flat(expected)
         named = torch.zeros(len(old), dtype=torch.bool)
         numbers = torch.arange(SLOTS).reshape(-1, *(1,) * len(inner)).expand(-1, *inner)
-        view = numbers[:length] if isinstance(index, tuple) and len(index) > 1 and road == "item" else numbers
+        view = numbers[:length] if isinstance(index, tuple) and len(index) > 1 and path == "item" else numbers
         view = view.mT if dim_extend else view
         index = index.long() if isinstance(index, torch.Tensor) and index.dtype == torch.int8 else index
         with warnings.catch_warnings():
@@ -275,15 +275,15 @@ def attempt(layout, index, fault, *, memory="memory", length=8, ndim=1, tuples=F
 
 
 def product(tuples: bool):
-    """Every form of index, with every fault, on every layout and road."""
+    """Every form of index, with every fault, on every layout and path."""
     found = []
     spaces = [(1, True, 0), (2, False, 0), (2, False, 1)] if tuples else [(1, False, 0)]
     for ndim, several, dim_extend in spaces:
-        for layout, length, road, name, fault in itertools.product(
+        for layout, length, path, name, fault in itertools.product(
             LAYOUTS, (8, 4), ("item", "storage"), TUPLES if tuples else INDICES, FAULTS
         ):
-            if road == "item" or not dim_extend:
-                kwargs = {"ndim": ndim, "tuples": several, "dim_extend": dim_extend, "length": length, "road": road}
+            if path == "item" or not dim_extend:
+                kwargs = {"ndim": ndim, "tuples": several, "dim_extend": dim_extend, "length": length, "path": path}
                 found.append((layout, name, fault, kwargs))
     return found
 
@@ -321,7 +321,7 @@ def test_a_refused_write_changes_nothing_whatever_its_form(part, tuples):
         check(*case)
 
 
-# ---------------------------------------------------------------- the roads of writers
+# ---------------------------------------------------------------- the paths of writers
 
 
 def prioritized(storage=None, **kwargs):
@@ -332,7 +332,7 @@ def prioritized(storage=None, **kwargs):
     return rb
 
 
-ROADS = {
+PATHS = {
     "extend": lambda rb, data: rb.extend(data),
     "around the end": lambda rb, data: (rb.writer.__setattr__("_cursor", SLOTS - 1), rb.extend(data)),
     "add": lambda rb, data: rb.add(data[0]),
@@ -349,13 +349,13 @@ STORAGES = {
 
 @pytest.mark.parametrize("fault", ["shape", "missing", "missing below", "nothing", "two kinds"])
 @pytest.mark.parametrize("lazily", [False, True], ids=["dense", "lazy"])
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("memory", [*STORAGES, "shared"])
-def test_every_road_refuses_records_that_do_not_fit_before_anything_changes(memory, road, lazily, fault):
+def test_every_path_refuses_records_that_do_not_fit_before_anything_changes(memory, path, lazily, fault):
     rb = prioritized(STORAGES.get(memory, STORAGES["memory"])(), shared=memory == "shared")
-    if road == "around the end":
+    if path == "around the end":
         rb.writer._cursor = SLOTS - 1
-    count = SLOTS if road == "write_all" else 3
+    count = SLOTS if path == "write_all" else 3
     data, names = nested(count), "z"
     if fault == "shape":
         data["a", "b", "z"] = torch.zeros(count, 2)
@@ -371,7 +371,7 @@ def test_every_road_refuses_records_that_do_not_fit_before_anything_changes(memo
         data = LazyStackedTensorDict(*data.unbind(0))
     before = snapshot(rb)
     with pytest.raises((RuntimeError, ValueError, TypeError), match=f"(?s){re.escape(names)}.*Nothing was written"):
-        ROADS[road](rb, data)
+        PATHS[path](rb, data)
     assert snapshot(rb) == before
 
 
@@ -503,8 +503,8 @@ def test_an_entry_that_would_be_lost_is_refused():
 # ---------------------------------------------------------------- other writers
 
 
-@pytest.mark.parametrize("road", ["add", "extend"])
-def test_a_ranking_does_not_change_with_a_refused_write(road):
+@pytest.mark.parametrize("path", ["add", "extend"])
+def test_a_ranking_does_not_change_with_a_refused_write(path):
     rb = g.GenerationalTensorDictReplayBuffer(
         storage=g.GenerationalLazyTensorStorage(4),
         writer=g.GenerationalTensorDictMaxValueWriter(rank_key="x"),
@@ -515,7 +515,7 @@ def test_a_ranking_does_not_change_with_a_refused_write(road):
     for fault in ("shape", "missing"):
         data = change(plain(3), fault)
         with pytest.raises((RuntimeError, ValueError), match="Nothing was written"):
-            rb.extend(data) if road == "extend" else rb.add(data[0])
+            rb.extend(data) if path == "extend" else rb.add(data[0])
         assert snapshot(rb) == before
 
 

@@ -19,7 +19,7 @@ def bound(make, capacity=4):
 
 
 @pytest.mark.parametrize("make", WRITERS)
-def test_every_road_of_a_writer_stamps_once_per_record(make):
+def test_every_path_of_a_writer_stamps_once_per_record(make):
     writer = bound(make)
     writer.extend(records(3))
     writer.add(records(1)[0])

@@ -98,8 +98,8 @@ def test_a_submitted_update_takes_its_arguments_from_anywhere(storage, trees, ba
 def test_checkpoints_and_batches_written_from_anywhere_keep_handles(storage, trees, batches, tmp_path):
     rb, twin = ring(storage, trees), ring(storage, trees)
     sample, live = lives(rb)
-    for road in ("state_dict", "dumps"):
-        if road == "dumps":
+    for path in ("state_dict", "dumps"):
+        if path == "dumps":
             rb.dumps(tmp_path)
             twin.loads(tmp_path)
         else:

@@ -1,4 +1,4 @@
-"""Records of every type of number that torch has are written and drawn right, on every road, or refused at first."""
+"""Records of every type of number that torch has are written and drawn right, on every path, or refused at first."""
 
 from __future__ import annotations
 

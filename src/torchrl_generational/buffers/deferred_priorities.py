@@ -13,7 +13,7 @@ from torchrl_generational.generations.indexing import cells_in
 from torchrl_generational.generations.slot_generations import SlotGenerations
 from torchrl_generational.generations.write_protocol import NEVER_WRITTEN
 from torchrl_generational.priorities.segment_trees import tree_dtype
-from torchrl_generational.priorities.tree_updates import forget, most_priority
+from torchrl_generational.priorities.tree_updates import forget, priority_bound
 from torchrl_generational.priorities.validation import just_within
 from torchrl_generational.samplers.prioritized import store_checked
 
@@ -96,6 +96,6 @@ class Follower:
 def _fitting(sampler: PrioritizedSampler, given: np.ndarray[Any, np.dtype[np.float64]]) -> torch.Tensor:
     """First priorities in the tree's dtype: the exponent may have changed since their writer checked them."""
     dtype = tree_dtype(sampler)
-    most = most_priority(sampler)
+    bound = priority_bound(sampler)
     priority = torch.from_numpy(given).to(dtype)
-    return priority if float(given.max()) < most else priority.clamp_max(just_within(most, dtype))
+    return priority if float(given.max()) < bound else priority.clamp_max(just_within(bound, dtype))

@@ -37,7 +37,7 @@ from torchrl_generational.priorities.tree_updates import forget
 from torchrl_generational.records.cursors import plain_cursor
 from torchrl_generational.records.incoming import Inverted
 from torchrl_generational.records.row_tracking import follow, steps_of
-from torchrl_generational.samplers.torn_rows import rows_drawn_together, whole_records
+from torchrl_generational.samplers.torn_rows import complete_records, rows_drawn_together
 from torchrl_generational.storages.moments import check_moment
 from torchrl_generational.storages.shared_storage import SharableStorage
 from torchrl_generational.tensors.compilation import untraced
@@ -157,7 +157,7 @@ class GenerationalReplayBufferMixin(
             if storage.slot_generations.interrupted:
                 unit = rows_drawn_together(sampler, self._sample_unit, batch_size)
                 once = isinstance(sampler, SamplerWithoutReplacement)
-                index, info = whole_records(lambda: self._draw(sampler, batch_size), unit=unit, once=once)
+                index, info = complete_records(lambda: self._draw(sampler, batch_size), unit=unit, once=once)
             else:
                 index, info = self._draw(sampler, batch_size)
             data = storage.get(on_device_of(index, storage))

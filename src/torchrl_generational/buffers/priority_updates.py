@@ -156,7 +156,7 @@ def apply(rb: BufferBase, prepared: PreparedUpdate) -> UpdateResult | None:
             rb._count(result)
             return result
         limits = limits_of(sampler)
-        if highest > limits.most:
+        if highest > limits.bound:
             return None
         marks = generations.live_array(rows, stamps)
         if reached < storage.max_size:

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl_generational.buffers.mixin import on_device_of
 from torchrl_generational.generations.indexing import leading_shape
 from torchrl_generational.records.row_tracking import CARRIER_KEY, carrier_of, decode, place_of, take_bits
-from torchrl_generational.samplers.torn_rows import rows_drawn_together, whole_records
+from torchrl_generational.samplers.torn_rows import complete_records, rows_drawn_together
 
 __all__ = ["Draw", "attached", "follow_parts", "on_first"]
 
@@ -109,7 +109,7 @@ class _MemberSampler:
             if storage.slot_generations.interrupted:
                 unit = rows_drawn_together(sampler, None, batch_size)
                 once = isinstance(sampler, SamplerWithoutReplacement)
-                index, info = whole_records(lambda: rb._draw(sampler, batch_size), unit=unit, once=once)
+                index, info = complete_records(lambda: rb._draw(sampler, batch_size), unit=unit, once=once)
             else:
                 index, info = rb._draw(sampler, batch_size)
             data = storage.get(on_device_of(index, storage))

@@ -17,7 +17,7 @@ __all__ = ["StorageObserver", "SupportsGenerations", "TracksGenerations", "gener
 class SupportsGenerations(Protocol):
     """What a storage offers so that buffers, writers and samplers of this package work on it.
 
-    The storage promises that every road by which a slot receives a new record (its ``set``, and ``_empty`` and loads,
+    The storage promises that every path by which a slot receives a new record (its ``set``, and ``_empty`` and loads,
     which replace all records) advances the stamps first, and that its ``state_dict`` is a snapshot. It does not lock;
     buffers hold :attr:`lock` around it. *Testing your own writer or storage* in the documentation has an example.
 

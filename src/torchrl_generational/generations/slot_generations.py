@@ -160,10 +160,10 @@ class SlotGenerations(WrittenStamps):
         Raises:
             OverflowError: when no later incarnation fits into a stamp.
         """
-        least = self._later(after) << COUNT_BITS
-        state = torch.where(self._state >= 0, (self._state + 1).clamp_min_(least), self._state)
-        state[-1] = least
-        state[:num_rows].masked_fill_(state[:num_rows] < 0, least)
+        minimum = self._later(after) << COUNT_BITS
+        state = torch.where(self._state >= 0, (self._state + 1).clamp_min_(minimum), self._state)
+        state[-1] = minimum
+        state[:num_rows].masked_fill_(state[:num_rows] < 0, minimum)
         return ReadyStamps(state, self.lineage, loaded=bool(num_rows) and not self._issued())
 
     def withdraw(self) -> None:
@@ -317,15 +317,15 @@ class SlotGenerations(WrittenStamps):
         self.check(values, lineage=lineage, incarnation=incarnation)
         foreign = self.lineage != lineage and self._issued()
         try:
-            least = self._later(max(_latest(values), incarnation or 0)) << COUNT_BITS
+            minimum = self._later(max(_latest(values), incarnation or 0)) << COUNT_BITS
         except OverflowError as error:
             raise ValueError(f"{error} Nothing was loaded.") from None
         state = torch.full_like(self._state, NEVER_WRITTEN)
-        state[-1] = least
+        state[-1] = minimum
         state[: values.shape[0]] = values
         if foreign:
-            state[:-1].masked_fill_(state[:-1] >= 0, least)
-            state[:-1].masked_fill_(state[:-1] < NEVER_WRITTEN, flipped(least))
+            state[:-1].masked_fill_(state[:-1] >= 0, minimum)
+            state[:-1].masked_fill_(state[:-1] < NEVER_WRITTEN, flipped(minimum))
         return ReadyStamps(state, self.lineage if foreign or lineage is None else lineage)
 
     @making_what_is_kept()

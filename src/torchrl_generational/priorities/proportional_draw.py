@@ -53,10 +53,10 @@ def draw(sampler: Any, num_cells: int, batch_size: int) -> tuple[torch.Tensor, t
 
 def weights(sampler: Any, num_cells: int, leaf: np.ndarray[Any, Any]) -> torch.Tensor:
     """Importance weights of draws that landed on leaves ``[B]``, in the dtype of the priorities; see :func:`draw`."""
-    least = sampler._min_tree.query(0, num_cells)
+    minimum = sampler._min_tree.query(0, num_cells)
     ratio = leaf.astype(array_dtype(sampler), copy=False)
     with np.errstate(over="ignore"):  # a weight of zero then
-        ratio = ratio / ratio.dtype.type(least)
+        ratio = ratio / ratio.dtype.type(minimum)
     return torch.pow(torch.from_numpy(ratio), -sampler._beta)
 
 

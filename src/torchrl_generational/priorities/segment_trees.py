@@ -73,14 +73,14 @@ def write_arrays(sampler: Any, cells: Any, leaf: Any, *, positive: bool = False)
         leaf: an array of the tree's dtype, 0-d or ``[M]``.
         positive: whether it is known that no leaf is zero.
     """
-    least = leaf if positive or leaf.all() else np.where(leaf == 0, np.finfo(leaf.dtype).max, leaf)
+    minimum = leaf if positive or leaf.all() else np.where(leaf == 0, np.finfo(leaf.dtype).max, leaf)
     # The trees read arrays as if they were contiguous, and convert other dtypes more slowly than NumPy.
     if type(cells) is not int and not cells.flags.c_contiguous:
         cells = np.ascontiguousarray(cells)
     sums, minima = (
-        (leaf.astype(np.float64, order="C", copy=False), np.ascontiguousarray(least))
+        (leaf.astype(np.float64, order="C", copy=False), np.ascontiguousarray(minimum))
         if leaf.ndim
-        else (float(leaf), float(least))
+        else (float(leaf), float(minimum))
     )
     _write_both(sampler, cells, sums, minima)
 

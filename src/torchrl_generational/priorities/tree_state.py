@@ -128,7 +128,7 @@ class TreeState:
         if not all(0 <= number < float("inf") for number in exponents):
             raise ValueError(f"The checkpoint has alpha, beta and eps {exponents}: they must be finite and >= 0.")
         dtype = tree_dtype(sampler)
-        most = torch.finfo(dtype).max
+        bound = torch.finfo(dtype).max
         # arrays and few passes: this is most of what loading a large buffer takes
         sums, minima = (
             leaves.as_subclass(torch.Tensor).detach().reshape(-1).to("cpu", torch.float64).numpy()
@@ -139,7 +139,7 @@ class TreeState:
             raise ValueError("The checkpoint holds priorities that are NaN, infinite or negative: it is damaged.")
         with np.errstate(over="ignore"):
             vanishing = np.count_nonzero(sums.astype(array_dtype(sampler), copy=False)) < np.count_nonzero(sums)
-        if len(sums) and (highest > most / len(sums) or vanishing or not 0 <= (self.maximum[0] or 0.0) < most):
+        if len(sums) and (highest > bound / len(sums) or vanishing or not 0 <= (self.maximum[0] or 0.0) < bound):
             raise ValueError(
                 f"The checkpoint holds priorities that {dtype} cannot hold: it is damaged, or was saved from a sampler "
                 "with dtype=torch.float64. Load it into one like that."

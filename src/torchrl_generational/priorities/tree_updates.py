@@ -32,8 +32,8 @@ __all__ = [
     "forget",
     "largest_but",
     "limits_of",
-    "most_priority",
     "plain_priority",
+    "priority_bound",
     "retransform",
     "store_arrays",
     "store_default",
@@ -47,7 +47,7 @@ _ROUNDED = 1 + 1e-5  # above what float32 makes of a number in a few operations
 def checked_priority(sampler: Any, priority: Any, *, name: str = "priority") -> torch.Tensor:
     """``priority`` as values that ``sampler``'s trees can hold; see :func:`as_priority`."""
     return as_priority(
-        priority, dtype=tree_dtype(sampler), device=sampler.device, most=most_priority(sampler), name=name
+        priority, dtype=tree_dtype(sampler), device=sampler.device, bound=priority_bound(sampler), name=name
     )
 
 
@@ -58,7 +58,7 @@ def checked_array(sampler: Any, priority: Any) -> tuple[Any, float, Limits] | No
         An array, the largest of it, and what follows from the configuration of ``sampler``.
     """
     limits = limits_of(sampler)
-    checked = priority_array(priority, limits.dtype, limits.most)
+    checked = priority_array(priority, limits.dtype, limits.bound)
     return None if checked is None else (*checked, limits)
 
 
@@ -70,22 +70,22 @@ def plain_priority(sampler: Any, priority: Any) -> tuple[Any, float] | None:
     return priority_array(priority, array_dtype(sampler), math.inf)
 
 
-def most_priority(sampler: Any) -> float:
+def priority_bound(sampler: Any) -> float:
     """The largest priority that ``sampler``'s trees can hold in every slot."""
-    return limits_of(sampler).most
+    return limits_of(sampler).bound
 
 
 class Limits(NamedTuple):
     """What follows from the configuration of a sampler.
 
     Attributes:
-        most: the largest priority that its trees can hold in every slot.
+        bound: the largest priority that its trees can hold in every slot.
         dtype: of its priorities, as NumPy's.
         eps: in that dtype.
         positive: whether no leaf is zero, because that of priority zero is nowhere near what rounds to it.
     """
 
-    most: float
+    bound: float
     dtype: Any
     eps: Any
     positive: bool
@@ -101,8 +101,8 @@ def limits_of(sampler: Any) -> Limits:
 @lru_cache(maxsize=64)
 def _limits(alpha: float, eps: float, capacity: int, dtype: torch.dtype) -> Limits:
     array_dtype = np.dtype(np.float64 if dtype is torch.float64 else np.float32)
-    most = largest_priority(alpha=alpha, eps=eps, capacity=capacity, dtype=dtype)
-    return Limits(most, array_dtype, array_dtype.type(eps), eps > _SMALLEST and eps**alpha > _SMALLEST)
+    bound = largest_priority(alpha=alpha, eps=eps, capacity=capacity, dtype=dtype)
+    return Limits(bound, array_dtype, array_dtype.type(eps), eps > _SMALLEST and eps**alpha > _SMALLEST)
 
 
 def store_priorities(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
@@ -258,9 +258,9 @@ def retransform(sampler: PrioritizedSampler, old_alpha: float, new_alpha: float)
     leaves = read_leaves(sampler._sum_tree, cells)
     cells = cells[leaves > 0]
     dtype = tree_dtype(sampler)
-    most = largest_priority(alpha=new_alpha, eps=sampler._eps, capacity=sampler._max_capacity, dtype=dtype)
+    bound = largest_priority(alpha=new_alpha, eps=sampler._eps, capacity=sampler._max_capacity, dtype=dtype)
     if not cells.numel() or old_alpha == 0:
-        _lower_maximum(sampler, most)
+        _lower_maximum(sampler, bound)
         sampler._alpha = new_alpha
         if cells.numel():
             warnings.warn(
@@ -270,7 +270,7 @@ def retransform(sampler: PrioritizedSampler, old_alpha: float, new_alpha: float)
             )
         return
     raw = (leaves[cells].double() ** (1.0 / old_alpha) - sampler._eps).clamp_min(0)
-    if raw.max() > most:
+    if raw.max() > bound:
         raise ValueError(
             f"alpha={new_alpha} would raise the priority {float(raw.max()):.3g} of a record beyond what the tree's "
             f"{dtype} can hold. Nothing was changed. Use a smaller alpha, or a sampler with dtype=torch.float64."
@@ -278,15 +278,15 @@ def retransform(sampler: PrioritizedSampler, old_alpha: float, new_alpha: float)
     leaf = ((raw + sampler._eps) ** new_alpha).to(dtype).clamp_min(torch.finfo(dtype).tiny)  # positive ones stay so
 
     def take_over() -> None:
-        _lower_maximum(sampler, most)
+        _lower_maximum(sampler, bound)
         write_leaves(sampler, cells, leaf)
         sampler._alpha = new_alpha
 
     run_through(take_over)
 
 
-def _lower_maximum(sampler: PrioritizedSampler, most: float) -> None:
+def _lower_maximum(sampler: PrioritizedSampler, bound: float) -> None:
     """Keeps the running maximum, which may be of a record long gone, to what the tree can hold for a new one."""
     maximum, where = sampler._max_priority
-    if maximum is not None and maximum > most:
-        sampler._max_priority = (just_within(most, tree_dtype(sampler)), where)
+    if maximum is not None and maximum > bound:
+        sampler._max_priority = (just_within(bound, tree_dtype(sampler)), where)

@@ -16,7 +16,7 @@ __all__ = ["as_priority", "just_within", "largest_priority", "match_shape"]
 
 
 def as_priority(
-    priority: Any, *, dtype: torch.dtype, device: torch.device, most: float = math.inf, name: str = "priority"
+    priority: Any, *, dtype: torch.dtype, device: torch.device, bound: float = math.inf, name: str = "priority"
 ) -> torch.Tensor:
     """``priority`` cast to the tree's dtype, on the tree's device, shape kept.
 
@@ -24,12 +24,12 @@ def as_priority(
         priority: a number, tensor, array or (nested) list of any real dtype.
         dtype: the tree's dtype.
         device: the tree's device.
-        most: the largest priority that fits into the tree.
+        bound: the largest priority that fits into the tree.
         name: what the caller calls it.
 
     Raises:
         TypeError: if it does not hold real numbers.
-        ValueError: if a value is NaN, infinite (also after the cast), negative or above ``most``; names the row.
+        ValueError: if a value is NaN, infinite (also after the cast), negative or above ``bound``; names the row.
     """
     if not isinstance(priority, torch.Tensor):
         array = as_array(name, priority, "numbers")
@@ -49,9 +49,9 @@ def as_priority(
         # NaN fails both comparisons
         if not (low >= 0 and high < math.inf):
             _refuse_value(values, priority, name)
-        if high > most:
+        if high > bound:
             raise ValueError(
-                f"{name} {high} is too large: the tree's {dtype} holds at most {most:.3g} for every slot. Nothing was "
+                f"{name} {high} is too large: the tree's {dtype} holds at most {bound:.3g} for every slot. Nothing was "
                 "updated. Clip the TD errors, or use a sampler with dtype=torch.float64."
             )
     return values
@@ -110,9 +110,9 @@ def largest_priority(*, alpha: float, eps: float, capacity: int, dtype: torch.dt
         return math.inf
 
 
-def just_within(most: float, dtype: torch.dtype) -> torch.Tensor:
-    """The largest number of ``dtype`` below ``most``, 0-d."""
-    return torch.tensor(most, dtype=dtype, device="cpu").nextafter(torch.zeros((), dtype=dtype, device="cpu"))
+def just_within(bound: float, dtype: torch.dtype) -> torch.Tensor:
+    """The largest number of ``dtype`` below ``bound``, 0-d."""
+    return torch.tensor(bound, dtype=dtype, device="cpu").nextafter(torch.zeros((), dtype=dtype, device="cpu"))
 
 
 def some_each(priority: Any, shape: torch.Size, name: Any) -> torch.Tensor:

@@ -80,7 +80,7 @@ def as_exponent(name: str, value: Any) -> float:
 
 
 def store_checked(sampler: PrioritizedSampler, cells: torch.Tensor, priority: torch.Tensor) -> None:
-    """Writes checked priorities to checked cells, by the sampler's own road if it has one. Lock held."""
+    """Writes checked priorities to checked cells, by the sampler's own path if it has one. Lock held."""
     store = partial(store_priorities, sampler) if _stores_plainly(sampler) else sampler.update_priority
     store(cells.to(sampler.device), priority.to(sampler.device))
 

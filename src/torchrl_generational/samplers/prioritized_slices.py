@@ -132,7 +132,7 @@ class GenerationalPrioritizedSliceSampler(GenerationalPrioritizedSampler, Priori
         if _STATIC in self._cache:
             self._static_ends, self._was_static = _ends_of(*self._cache[_STATIC]), True
         if slice_len is not None:
-            self._least_left(slice_len)
+            self._min_steps_left(slice_len)
 
     @classmethod
     def like(cls, sampler: Any) -> GenerationalPrioritizedSliceSampler:
@@ -234,10 +234,10 @@ class GenerationalPrioritizedSliceSampler(GenerationalPrioritizedSampler, Priori
         steps, count = self._adjusted_batch_size(batch_size)
         if not steps or not count:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
-        least = self._least_left(steps)
-        return count, StartRule(self._ends(storage), generations, steps, least, heads=not self.strict_length)
+        min_steps = self._min_steps_left(steps)
+        return count, StartRule(self._ends(storage), generations, steps, min_steps, heads=not self.strict_length)
 
-    def _least_left(self, steps: int) -> int:
+    def _min_steps_left(self, steps: int) -> int:
         """How many steps must be left in a trajectory for a slice of ``steps`` to start there."""
         lacking = self.span[1]
         if isinstance(lacking, bool):

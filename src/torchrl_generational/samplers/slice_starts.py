@@ -42,14 +42,14 @@ class StartRule:
         ends: where trajectories end.
         generations: the stamps of the rows: no slice holds a record whose last write did not end.
         steps: the length of a slice that meets no end.
-        least: steps that must be left in the trajectory.
+        min_steps: steps that must be left in the trajectory.
         heads: whether a slice can start at the first step of any trajectory, however short.
     """
 
     ends: TrajectoryEnds
     generations: SlotGenerations
     steps: int
-    least: int
+    min_steps: int
     heads: bool
 
     def judge(self, cells: _Array) -> tuple[_Array, _Array]:
@@ -57,7 +57,7 @@ class StartRule:
         ends, steps = self.ends, self.steps
         rows, lanes = np.divmod(cells, ends.lanes) if ends.lanes > 1 else (cells, np.zeros_like(cells))
         left = ends.left(rows, lanes, steps)
-        valid = left >= self.least
+        valid = left >= self.min_steps
         if self.heads:
             valid |= ends.begin(rows, lanes)
         if self.generations.interrupted:
@@ -70,7 +70,7 @@ class StartRule:
         """The same for every cell, both ``[cells]``; the steps are those left in the trajectory. O(capacity)."""
         ends = self.ends.everywhere
         left = steps_to_next(ends)
-        valid = left >= self.least
+        valid = left >= self.min_steps
         if self.heads:
             valid |= np.roll(ends, 1, 0)
         if self.generations.interrupted:
@@ -153,14 +153,14 @@ def _refusal(num_cells: int, rule: StartRule) -> str:
             f"Cannot sample slices: the priorities of all {count} records that one could start at are zero. Update one "
             "of them, or give the sampler eps > 0. If their last write did not end, write new ones over them."
         )
-    if longest >= rule.least:
+    if longest >= rule.min_steps:
         return (
-            f"Cannot sample slices: every run of {rule.least} steps among the {num_cells} records holds one whose last "
-            "write did not end, because it failed or its process was killed. Write new records over them: the next "
-            "writes of the ring do."
+            f"Cannot sample slices: every run of {rule.min_steps} steps among the {num_cells} records holds one whose "
+            "last write did not end, because it failed or its process was killed. Write new records over them: the "
+            "next writes of the ring do."
         )
     return (
-        f"Cannot sample slices: the longest trajectory among the {num_cells} records has {longest} steps, and a slice "
-        f"needs {rule.least}. Write longer trajectories, ask for shorter slices (slice_len, or more num_slices), or "
-        "pass strict_length=False, which draws short ones too."
+        f"Cannot sample slices: the longest trajectory among the {num_cells} records has {longest} steps, and a "
+        f"slice needs {rule.min_steps}. Write longer trajectories, ask for shorter slices (slice_len, or more "
+        "num_slices), or pass strict_length=False, which draws short ones too."
     )

@@ -11,14 +11,14 @@ from torchrl.data.replay_buffers.samplers import SliceSampler
 from torchrl_generational.generations.slot_generations import GENERATION_KEY
 from torchrl_generational.generations.write_protocol import NEVER_WRITTEN
 
-__all__ = ["rows_drawn_together", "whole_records"]
+__all__ = ["complete_records", "rows_drawn_together"]
 
 _ATTEMPTS = 1000
 
 _Drawn = tuple[Any, dict[str, Any]]
 
 
-def whole_records(draw: Callable[[], _Drawn], *, unit: int | None, once: bool) -> _Drawn:
+def complete_records(draw: Callable[[], _Drawn], *, unit: int | None, once: bool) -> _Drawn:
     """Draws until no slot is among the batch that holds no record because its last write did not end.
 
     Args:

@@ -132,12 +132,12 @@ class TrajectoryEnds:
         on_device = tuple(torch.from_numpy(part).to(signal.device) for part in where)
         return np.asarray(signal[on_device].cpu().numpy())
 
-    def left(self, rows: _Array, lanes: _Array, most: int) -> _Array:
-        """Steps from cells ``[B]`` to the end of their trajectory, both counted, but at most ``most``. O(B most)."""
-        if most == 1:
+    def left(self, rows: _Array, lanes: _Array, max_steps: int) -> _Array:
+        """Steps from cells ``[B]`` to the end of their trajectory, both counted, ``max_steps`` at most."""
+        if max_steps == 1:
             return np.ones(len(rows), np.int64)
-        ends = self.at((rows[:, None] + np.arange(most - 1)) % self.rows, lanes[:, None])
-        return np.asarray(np.where(ends.any(1), ends.argmax(1) + 1, most))
+        ends = self.at((rows[:, None] + np.arange(max_steps - 1)) % self.rows, lanes[:, None])
+        return np.asarray(np.where(ends.any(1), ends.argmax(1) + 1, max_steps))
 
     def begin(self, rows: _Array, lanes: _Array) -> _Array:
         """Whether a trajectory begins at cells: the one before ends in front of them."""

@@ -189,7 +189,7 @@ class GenerationalWriterMixin(_Base):
     def add(self, data: Any) -> int | torch.Tensor:
         """Writes one record and returns its index. A write that fails leaves the cursor where it was."""
         self._refuse_write()
-        if self._is_run(data, ndim=0):
+        if self._is_contiguous(data, ndim=0):
             return self._write_one(data)
         with self._moving_last():
             result: int | torch.Tensor = super().add(data)
@@ -201,7 +201,7 @@ class GenerationalWriterMixin(_Base):
         A write that fails leaves the cursor where it was, so that the next one goes over its slots again.
         """
         self._refuse_write()
-        if self._is_run(data):
+        if self._is_contiguous(data):
             return self._write_run(data)
         with self._moving_last():
             result: torch.Tensor = super().extend(data)
@@ -275,7 +275,7 @@ class GenerationalWriterMixin(_Base):
     def _tell(self, data: Any, index: torch.Tensor) -> None:
         """Tells the data which slots it goes to."""
 
-    def _is_run(self, data: Any, ndim: int = 1) -> bool:
+    def _is_contiguous(self, data: Any, ndim: int = 1) -> bool:
         return (
             not self._compilable  # whoever traces the frames around this one, or some of them
             and type(data) in self._plain_records

@@ -1,6 +1,6 @@
 """Storages: TorchRL's, with a :class:`SlotGenerations` beside the data.
 
-The storage is the only place where stamps advance: every road by which a slot receives a new record ends in its
+The storage is the only place where stamps advance: every path by which a slot receives a new record ends in its
 ``set``, ``_empty`` or loads, whoever calls them. Stamps advance *before* data changes.
 """
 

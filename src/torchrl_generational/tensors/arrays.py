@@ -1,6 +1,6 @@
 """What a training loop on the CPU hands in, seen as NumPy arrays, which cost a fraction of small tensors.
 
-Each function answers ``None`` for whatever takes a conversion or has a fault; the general road then does the one and
+Each function answers ``None`` for whatever takes a conversion or has a fault; the general path then does the one and
 names the other. So nothing here raises, and nothing here changes anything.
 
 Between two calls of a training loop the caches forget these lines, and every other operation is one more miss. So a
@@ -47,13 +47,13 @@ def index_array(index: Any, limit: int) -> _Array | None:
     return cells if _largest(cells.view(np.uint64), axis=None) < limit else None
 
 
-def priority_array(priority: Any, dtype: Any, most: float) -> tuple[_Array, float] | None:
+def priority_array(priority: Any, dtype: Any, bound: float) -> tuple[_Array, float] | None:
     """A tensor of priorities that fit into a tree as an array of its shape, without a copy, and the largest of them.
 
     Args:
         priority: what was handed in.
         dtype: the tree's, as NumPy's.
-        most: the largest priority that fits into the tree.
+        bound: the largest priority that fits into the tree.
     """
     values = array_of(priority)
     if values is None or values.dtype != dtype or not values.ndim or not values.size:
@@ -63,4 +63,4 @@ def priority_array(priority: Any, dtype: Any, most: float) -> tuple[_Array, floa
     unsigned, infinite = _BITS[values.dtype]
     bits = _largest(values.view(unsigned), axis=None)
     highest = float(bits.view(values.dtype))
-    return (values, highest) if bits < infinite and highest <= most else None
+    return (values, highest) if bits < infinite and highest <= bound else None

@@ -1,4 +1,4 @@
-"""Whether ``torch.compile`` has to do with the running frame: what may decide that a lock is left out, or a road taken.
+"""Whether ``torch.compile`` has to do with the running frame: what may decide that a lock is left out, or a path taken.
 
 ``torch.compiler.is_compiling()``, which TorchRL and tensordict ask, is one flag of the process: it is true in every
 thread while any of them compiles. The two questions here are about the frame and the thread that ask.
