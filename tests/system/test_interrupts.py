@@ -80,6 +80,7 @@ def checked(kind: str, act: Any, tmp_path: Any, *, new_leaf: Any, updates: bool 
         data, info = rb.sample(return_info=True)
         return rb, info, data.set("td_error", torch.full((4,), 50.0))
 
+    fresh()  # a process that shares for the first time takes a lock that it keeps for life
     number, faults = 0, []
     while True:
         number += 1
