@@ -80,7 +80,7 @@ def test_a_draw_under_way_that_fails_is_drawn_again(monkeypatch):
 
     (future,) = first._prefetch_queue
     monkeypatch.setattr(future, "result", lambda: draw_meanwhile() or Future.result(future))
-    monkeypatch.setattr("torchrl_generational.buffers.mixin.wait", lambda futures: draw_meanwhile())
+    monkeypatch.setattr("torchrl_generational.buffers.sampling.wait", lambda futures: draw_meanwhile())
     assert (first.sample()["x"] >= 100).all()
     monkeypatch.undo()
     later.go()

@@ -15,10 +15,11 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_generational.buffers.absent_sampler import keeps_priorities
 from torchrl_generational.buffers.conditional_updates import ConditionalUpdates
+from torchrl_generational.buffers.first_priorities import FirstPriorities
 from torchrl_generational.buffers.mixin import GenerationalReplayBufferMixin
 from torchrl_generational.buffers.priority_updates import PreparedUpdate, apply, prepared_arrays
 from torchrl_generational.generations.duplicate_handles import per_anchor, per_handle
-from torchrl_generational.generations.indexing import as_generation, as_int64, keep_last
+from torchrl_generational.generations.indexing import as_generation, as_int64
 from torchrl_generational.generations.slot_generations import GENERATION_KEY
 from torchrl_generational.generations.update_result import UpdateResult
 from torchrl_generational.priorities.td_errors import as_sample, rows_of_errors
@@ -29,7 +30,6 @@ from torchrl_generational.records.record_io import attach, entries_of, gathers, 
 from torchrl_generational.samplers.prioritized import GenerationalPrioritizedSampler
 from torchrl_generational.storages.round_robin_writers import (
     GenerationalTensorDictRoundRobinWriter,
-    GenerationalWriterMixin,
 )
 from torchrl_generational.storages.tensor_storages import GenerationalStorageMixin
 from torchrl_generational.tensors.compilation import runs_in_compiled_code, untraced
@@ -45,7 +45,7 @@ else:
     _Buffer = object
 
 
-class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Buffer):
+class GenerationalTensorDictReplayBufferMixin(FirstPriorities, GenerationalReplayBufferMixin, _Buffer):
     """:class:`GenerationalReplayBufferMixin` for TorchRL's tensordict buffers.
 
     Samples carry ``index`` and ``index_generation`` as entries. ``add`` and ``extend`` write a record and its first
@@ -279,6 +279,14 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
         entry: torch.Tensor = value.tolist() if is_non_tensor(value) else value
         return entry
 
+    def _defaults_are_plain(self) -> bool:
+        """Whether a record without a priority needs no more than the default that its writer has given it."""
+        cls = type(self)
+        return (
+            cls.update_tensordict_priority is GenerationalTensorDictReplayBufferMixin.update_tensordict_priority
+            and cls._get_priority_item in _PRIORITY_ITEMS
+        )
+
     def add(self, data: Any) -> Any:
         """Writes one record and its first priority in one section; see TorchRL's ``add``.
 
@@ -358,70 +366,10 @@ class GenerationalTensorDictReplayBufferMixin(GenerationalReplayBufferMixin, _Bu
                 self.update_priority(index, priority)
         return index
 
-    def _check_incoming(self, data: Any, update_priority: bool = True) -> Any:
-        """First priorities of records, refused if no tree can hold them, or if the samples could not hold handles."""
-        refuse_layout(self, data, self._storage.ndim)
-        if not update_priority:
-            return None
-        priority = self._first_priority(data)
-        records = data.batch_size[: self._storage.ndim].numel()
-        if priority is not None and priority.numel() != records and keeps_priorities(self._learners_sampler()):
-            raise RuntimeError(
-                f"Failed to update priority of extended data: {records} records came with {self.priority_key!r} "
-                f"of shape {tuple(priority.shape)}. Nothing was written. Pass one priority per record, or set "
-                "update_priority=False in the extend method and update the priority manually."
-            )
-        return priority
-
     def _has_no_transform(self) -> bool:
         transform = self._transform
         # not transform.transforms, which takes modules longer than all else here
         return type(transform) is Compose and not transform._modules["transforms"]._modules
-
-    def _defaults_are_plain(self) -> bool:
-        """Whether a record without a priority needs no more than the default that its writer has given it."""
-        cls = type(self)
-        return (
-            cls.update_tensordict_priority is GenerationalTensorDictReplayBufferMixin.update_tensordict_priority
-            and cls._get_priority_item in _PRIORITY_ITEMS
-        )
-
-    def _writer_tells(self) -> bool:
-        """Whether the writer tells the data which slots it goes to."""
-        return self._storage.ndim == 1 and isinstance(self._writer, GenerationalTensorDictRoundRobinWriter)
-
-    def _leave_first_priority(self, index: Any, priority: Any, records: int) -> None:
-        """Leaves the first priorities of records just written where the learner finds them. Lock held."""
-        log = self._storage.slot_generations.log
-        if priority is None or log is None or self._storage.ndim > 1 or not records:
-            return
-        first = self._per_record(as_tensor(priority).detach().double().cpu(), records)
-        rows = as_tensor(index).reshape(-1).cpu()
-        if not isinstance(self._writer, GenerationalWriterMixin) or len(rows) > self._storage.max_size:
-            real = rows >= 0  # -1: not stored
-            rows, first = rows[real], first[real]
-            keep = keep_last(rows)
-            if keep is not None:
-                rows, first = rows[keep], first[keep]
-        log.give(rows, first)
-
-    def _first_priority(self, data: Any) -> Any:
-        """The priority entry of data about to be written, refused before anything is if no tree can hold it."""
-        entries, key = entries_of(data), self.priority_key
-        if entries is not None and isinstance(key, str) and key not in entries:
-            return None
-        priority = data.get(key, None) if is_tensor_collection(data) else None
-        sampler = self._learners_sampler()
-        if priority is not None and keeps_priorities(sampler):
-            checked_priority(sampler, priority, name=f"entry {key!r}")
-        return priority
-
-    def _per_record(self, priority: torch.Tensor, records: int) -> torch.Tensor:
-        """First priorities of records, or of the cells of one row: ``[records]``."""
-        priority = priority.reshape(records, -1)
-        reduction: str = getattr(self._learners_sampler(), "reduction", "max")
-        reduced: torch.Tensor = _reduce(priority, reduction, dim=-1) if priority.shape[-1] > 1 else priority[:, 0]
-        return reduced
 
     def _set_index_in_td(self, tensordict: TensorDictBase, index: Any) -> None:
         """Tells the written data which cells it went to. Lock held."""

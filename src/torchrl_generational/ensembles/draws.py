@@ -12,7 +12,7 @@ from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torch.utils._pytree import tree_map
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
-from torchrl_generational.buffers.mixin import on_device_of
+from torchrl_generational.buffers.sampling import on_device_of
 from torchrl_generational.generations.indexing import leading_shape
 from torchrl_generational.records.row_tracking import CARRIER_KEY, carrier_of, decode, place_of, take_bits
 from torchrl_generational.samplers.torn_rows import complete_records, rows_drawn_together
