@@ -19,7 +19,7 @@ from torchrl_generational.generations.update_result import UpdateResult
 from torchrl_generational.tensors.compilation import is_traced, runs_in_compiled_code
 from torchrl_generational.tensors.default_devices import has_default_device, without_default_device
 
-__all__ = ["BufferBase"]
+__all__ = ["BufferBase", "without_settled"]
 
 # A plain class in front of a buffer, because TorchRL's buffers have a metaclass of their own.
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ class BufferBase(_Buffer):
     _conditional_rows: int = 0
     _conditional_updated: Any = 0
     _conditional_rejected: Any = 0
+
+    #: Storage and sampler, and the dtype of the trees if updates of the two go through arrays; see prepared_arrays.
+    _settled_for_arrays: Any = None
+    _plain_records: Any = False  # those of which samples are gathered; guarded by the storage's lock
 
     # ---------------------------------------------------------------- locks
 
@@ -79,6 +83,10 @@ class BufferBase(_Buffer):
         """Initialises a buffer with ``delayed_init``."""
         if not self.initialized:
             self._init()
+
+    def _settle_again(self) -> None:
+        """A part was exchanged: what had been settled about the parts is settled anew when it is asked for."""
+        self._settled_for_arrays, self._plain_records = None, False
 
     # ---------------------------------------------------------------- who may write
 
@@ -196,3 +204,10 @@ class BufferBase(_Buffer):
                 "the buffer with sampler=GenerationalPrioritizedSampler(...), or use a prioritized buffer class."
             )
         return sampler
+
+
+def without_settled(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a buffer without what is settled anew, which holds parts of it a second time."""
+    for name in ("_settled_for_arrays", "_plain_records"):
+        state.pop(name, None)
+    return state

@@ -191,6 +191,7 @@ class BufferParts(BufferBase):
         self._writer.register_storage(storage)
         self._place_cursor(self._writer, reached)
         self._follower = None
+        self._settle_again()
         self._on_records_replaced()
         self._lend_lock()
         if not getattr(self, "_sync", True):
@@ -249,6 +250,7 @@ class BufferParts(BufferBase):
             self._catch_up()
             try:
                 super().set_sampler(sampler)
+                self._settle_again()
                 self._lend_lock()
                 self._give_priorities(sampler)
                 self._follow(known=True)

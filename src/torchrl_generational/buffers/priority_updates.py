@@ -6,6 +6,7 @@ the lock, nothing is applied, and the caller prepares again.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +15,12 @@ import torch
 from torchrl_generational.buffers.base import BufferBase
 from torchrl_generational.generations.indexing import Handles, as_generation, as_int64, normalise_handles, repeats_from
 from torchrl_generational.generations.update_result import UpdateResult
-from torchrl_generational.priorities.tree_updates import checked_priority, limits_of, plain_priority, store_arrays
+from torchrl_generational.priorities.segment_trees import array_dtype
+from torchrl_generational.priorities.tree_updates import checked_priority, limits_of, store_arrays
 from torchrl_generational.priorities.validation import match_shape
 from torchrl_generational.samplers.prioritized import store_checked, stores_arrays
 from torchrl_generational.storages.tensor_storages import GenerationalStorageMixin
-from torchrl_generational.tensors.arrays import array_of, index_array
+from torchrl_generational.tensors.arrays import array_of, index_array, priority_array
 
 __all__ = ["PreparedUpdate", "apply", "prepared_arrays", "prepared_rows", "update"]
 
@@ -61,7 +63,6 @@ def update(
         method: what the user called, and
         name: what the user calls the priorities, for messages.
     """
-    rb._refuse_write()
     prepared = prepared_arrays(rb, index, generation, priority)
     while True:
         if prepared is None:
@@ -77,6 +78,7 @@ def prepare(rb: BufferBase, index: Any, generation: Any, priority: Any, *, metho
 
     Changes nothing.
     """
+    rb._refuse_write()
     storage, sampler = rb._written_storage(method), rb._priority_sampler(method)
     device = storage.slot_generations.device
     # Copies from an accelerator wait for its queue: never under the lock.
@@ -109,15 +111,21 @@ def prepared_arrays(rb: BufferBase, index: Any, generation: Any, priority: Any) 
 
     ``None`` for anything else, and where something is wrong: :func:`prepare` converts the one and names the other.
     """
-    stamps = array_of(generation) if rb.initialized else None
-    if stamps is None or stamps.dtype != np.int64:
+    stamps, settled = array_of(generation), rb._settled_for_arrays
+    if stamps is None or stamps.dtype != np.int64 or not (settled is not None or rb.initialized):
         return None
     storage, sampler = rb._storage, rb._learners_sampler()
-    if not isinstance(storage, GenerationalStorageMixin) or storage.ndim > 1 or not stores_arrays(sampler):
+    if settled is None or settled[0] is not storage or settled[1] is not sampler:
+        plain = isinstance(storage, GenerationalStorageMixin) and storage.ndim == 1 and stores_arrays(sampler)
+        settled = rb._settled_for_arrays = storage, sampler, array_dtype(sampler) if plain else None
+    dtype = settled[2]
+    if dtype is None or not storage.initialized:
         return None
+    if storage.lock.elsewhere:
+        rb._refuse_write()
     generations = storage.slot_generations
-    rows = index_array(index, generations.num_rows) if generations.on_cpu and storage.initialized else None
-    checked = None if rows is None else plain_priority(sampler, priority)
+    rows = index_array(index, generations.num_rows) if generations.on_cpu else None
+    checked = None if rows is None else priority_array(priority, dtype, math.inf)
     if rows is None or checked is None or rows.shape != stamps.shape:
         return None
     values, highest = checked
@@ -168,4 +176,4 @@ def apply(rb: BufferBase, prepared: PreparedUpdate) -> UpdateResult | None:
             store_arrays(sampler, cells[marks], values[marks] if values.ndim else values, highest, limits)
         rb._conditional_rows += len(cells)
         rb._conditional_updated = rb._conditional_updated + updated
-    return UpdateResult(torch.from_numpy(marks.reshape(shape)))
+    return UpdateResult(torch.from_numpy(marks if len(shape) == 1 else marks.reshape(shape)))

@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler
 from torchrl.data.replay_buffers.writers import RoundRobinWriter
 
 from torchrl_generational.buffers.absent_sampler import AbsentSampler, keeps_priorities
-from torchrl_generational.buffers.base import BufferBase
+from torchrl_generational.buffers.base import BufferBase, without_settled
 from torchrl_generational.buffers.copies import copied, frozen, still, take_moment
 from torchrl_generational.buffers.deferred_priorities import Follower
 from torchrl_generational.buffers.work_in_flight import renew_after_fork
@@ -108,11 +108,11 @@ class SharedByProcesses(BufferBase):
             with self._futures_lock:
                 self._synchronize_futures_locked()
                 with self._exclusive():
-                    state: dict[str, Any] = super().__getstate__()
+                    state: dict[str, Any] = without_settled(super().__getstate__())
                     state["_owner"] = None
                     frozen(self, state)
             return state
-        state = super().__getstate__()
+        state = without_settled(super().__getstate__())
         state["_follower"] = None
         # What TorchRL makes for the copy lies in shared memory, which must be there until the process has started.
         self._passed_on = state["_rng"]

@@ -69,7 +69,6 @@ class GenerationalTensorDictReplayBufferMixin(FirstPriorities, GenerationalRepla
     _default_writer: type[Writer] = GenerationalTensorDictRoundRobinWriter
     _visible_handles = ("index", GENERATION_KEY)
     conditional_updates: bool = False
-    _plain_records: Any = False  # those of which samples are gathered; guarded by the storage's lock
     _written: Any = None  # what holds a record just written, while it gets its priority; guarded by the storage's lock
 
     def __init__(self, *, conditional_updates: bool | None = None, **kwargs: Any) -> None:
@@ -79,8 +78,7 @@ class GenerationalTensorDictReplayBufferMixin(FirstPriorities, GenerationalRepla
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        for name in ("_written", "_plain_records"):
-            state.pop(name, None)
+        state.pop("_written", None)
         return state
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, **deprecated: Any) -> Any:
@@ -235,7 +233,6 @@ class GenerationalTensorDictReplayBufferMixin(FirstPriorities, GenerationalRepla
             return None
         if getattr(self._storage, "record_ndim", 1):  # what a record is decides what there is one number of
             return None
-        self._refuse_write()
         return prepared_arrays(self, *map(entries.get, ("index", GENERATION_KEY, self.priority_key)))
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:

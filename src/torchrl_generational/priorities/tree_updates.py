@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 from torchrl_generational.concurrency.deferred_signals import run_through
 from torchrl_generational.generations.indexing import keep_last
 from torchrl_generational.priorities.segment_trees import (
-    array_dtype,
     on_cpu,
     read_leaves,
     tree_dtype,
@@ -32,7 +30,6 @@ __all__ = [
     "forget",
     "largest_but",
     "limits_of",
-    "plain_priority",
     "priority_bound",
     "retransform",
     "store_arrays",
@@ -60,14 +57,6 @@ def checked_array(sampler: Any, priority: Any) -> tuple[Any, float, Limits] | No
     limits = limits_of(sampler)
     checked = priority_array(priority, limits.dtype, limits.bound)
     return None if checked is None else (*checked, limits)
-
-
-def plain_priority(sampler: Any, priority: Any) -> tuple[Any, float] | None:
-    """A tensor of priorities as an array of the dtype of ``sampler``'s trees, without a copy, and the largest of them.
-
-    ``None`` unless all are finite and >= 0. The largest may still be too large for the trees: see :class:`Limits`.
-    """
-    return priority_array(priority, array_dtype(sampler), math.inf)
 
 
 def priority_bound(sampler: Any) -> float:
