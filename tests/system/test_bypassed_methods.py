@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from bypassed import digest, known, replaced
 from support import AFTER_0_14
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 writes a syntax tree in another way")
 def test_methods_that_are_replaced_without_being_called_are_as_they_were_when_ours_were_written():
     found, before = replaced(), known()
     if AFTER_0_14:
