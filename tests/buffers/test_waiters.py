@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from children import forked
-from support import AFTER_0_14, TIMEOUT, filled, prioritized, records
+from support import AFTER_0_14, TIMEOUT, filled, prioritized, records, transfer
 
 import torchrl_generational as g
 from torchrl_generational.buffers import waiters
@@ -197,3 +198,57 @@ def test_a_wait_ends_with_its_timeout_or_is_cancelled(actors):
     cancel.set()
     with pytest.raises(RuntimeError, match="cancelled"):
         rb.sample(wait=True, cancel_event=cancel)
+
+
+@waits
+@pytest.mark.parametrize("way", ["state_dict", "dumps"])
+def test_counts_of_samples_go_with_checkpoints(way, tmp_path):
+    rb, other = filled(batch_size=4), prioritized(batch_size=4)
+    rb.sample()
+    rb.sample()
+    transfer(rb, other, way, tmp_path)
+    assert (other.stats()["sample_calls"], other.stats()["samples_returned"]) == (2, 8)
+
+
+@waits
+@pytest.mark.parametrize("count", [-1, 0.5, "2", None])
+def test_counts_that_cannot_be_are_refused_and_nothing_has_changed(count):
+    rb, other = filled(batch_size=4), filled(batch_size=4)
+    other.sample()
+    before = other.stats()
+    with pytest.raises(ValueError, match="samples and records in them"):
+        other.load_state_dict(rb.state_dict() | {"_sampled_items": count})
+    assert other.stats() == before
+
+
+@waits
+@pytest.mark.parametrize("order", ["limit in front", "mixin in front"])
+def test_a_limit_of_samples_per_record_works_with_handles(order, actors):
+    from torchrl.data import RateLimitedReplayBuffer
+
+    ours, limit = (g.GenerationalReplayBuffer, g.GenerationalReplayBufferMixin), RateLimitedReplayBuffer
+    bases = (limit, ours[0]) if order == "limit in front" else (ours[1], limit)
+    limited = type("Limited", bases, {})
+
+    def make(ratio):
+        return limited(
+            storage=g.GenerationalLazyTensorStorage(8),
+            sampler=g.GenerationalPrioritizedSampler(8, 1.0, 1.0),
+            batch_size=4,
+            samples_per_insert=ratio,
+        )
+
+    rb = make(0.5)
+    rb.extend(records(8))
+    _, info = rb.sample(return_info=True)
+    handles = {"index": info["index"], "generation": info["index_generation"]}
+    assert not rb.can_sample()
+    with pytest.raises(RuntimeError, match="ratio"):
+        rb.sample()
+    waiting = actors.start("waiter", lambda: rb.sample(wait=True, timeout=TIMEOUT))
+    rb.extend(records(8, 100))  # the ring wraps, and there is a budget again
+    assert (waiting.result(TIMEOUT)["x"] >= 100).all()
+    assert rb.update_priority_if_present(**handles, priority=torch.ones(4)).num_stale == 4
+    other = make(0.5)
+    other.load_state_dict(rb.state_dict())
+    assert other.stats()["sample_budget"] == rb.stats()["sample_budget"] == 0

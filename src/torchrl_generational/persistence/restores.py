@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers.samplers import ConsumingSampler, SamplerWithoutReplacement
 
-from torchrl_generational.persistence.reading import read_json, reading
+from torchrl_generational.persistence.reading import is_count, read_json, reading
 from torchrl_generational.persistence.serialization import from_plain, unshared
 
 __all__ = ["PREFETCHED", "Plan", "QueueMisfitError", "Rest", "Saved", "carry_out", "fitting", "load_part"]
@@ -215,17 +215,32 @@ class Rest:
         consume: TorchRL's ``consume_after_n_samples``.
         rng: the generator, ``None`` to keep the one that is there.
         queue: prefetched batches; ``None``: none were saved.
+        sampled: how many samples were drawn, and records in them: TorchRL counts both after 0.14.
     """
 
-    __slots__ = ("batch_size", "consume", "queue", "rng", "transform")
+    __slots__ = ("batch_size", "consume", "queue", "rng", "sampled", "transform")
 
-    def __init__(self, *, batch_size: Any, consume: Any, rng: Any, prefetch: Any, transform: Any, buffer: Any) -> None:
+    def __init__(
+        self,
+        *,
+        batch_size: Any,
+        consume: Any,
+        rng: Any,
+        prefetch: Any,
+        transform: Any,
+        sampled: tuple[Any, Any],
+        buffer: Any,
+    ) -> None:
         for name, value in (("batch_size", batch_size), ("consume_after_n_samples", consume)):
             if not (value is None or (type(value) is int and value > 0)):
                 raise ValueError(
                     f"The checkpoint has {name}={value!r}, which should be a positive int or None. {_LIKE}"
                 )
-        self.batch_size, self.consume, self.transform = batch_size, consume, transform
+        if not all(map(is_count, sampled)):
+            raise ValueError(
+                f"The checkpoint counts {sampled} samples and records in them, which no buffer does. {_LIKE}"
+            )
+        self.batch_size, self.consume, self.transform, self.sampled = batch_size, consume, transform, sampled
         with fitting("The state of the random number generator"):
             self.rng = None if rng is None else _generator(*rng)
         try:
@@ -252,6 +267,7 @@ class Rest:
             rng=state.get("_rng"),
             prefetch=prefetch,
             transform=state["_transforms"],
+            sampled=(state.get("_sample_calls", 0), state.get("_sampled_items", 0)),
             buffer=buffer,
         )
 
@@ -273,7 +289,13 @@ class Rest:
             prefetch = buffer._load_prefetch_state(path)
         consume = metadata.get("consume_after_n_samples")
         return cls(
-            batch_size=batch_size, consume=consume, rng=rng, prefetch=prefetch, transform=transform, buffer=buffer
+            batch_size=batch_size,
+            consume=consume,
+            rng=rng,
+            prefetch=prefetch,
+            transform=transform,
+            sampled=(metadata.get("sample_calls", 0), metadata.get("sampled_items", 0)),
+            buffer=buffer,
         )
 
     def plan(self, plan: Plan, buffer: Any) -> None:
@@ -284,6 +306,9 @@ class Rest:
 
     def _install(self, buffer: Any) -> None:
         buffer._batch_size, buffer._consume_after_n_samples = self.batch_size, self.consume
+        for name, count in zip(("_sample_call_count_value", "_sampled_item_count_value"), self.sampled, strict=True):
+            if hasattr(buffer, name):
+                buffer._set_counter(name, count)
         if self.rng is not None:
             buffer.set_rng(self.rng)
         # whatever was in flight is done: the futures lock has been held since
