@@ -5,14 +5,12 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import torch
-from tensordict import is_non_tensor, is_tensor_collection
 
 from torchrl_generational.buffers.base import BufferBase
+from torchrl_generational.buffers.patches import patched_rows
 from torchrl_generational.buffers.priority_updates import update
 from torchrl_generational.buffers.work_in_flight import submit_in_order
-from torchrl_generational.generations.indexing import as_generation, as_int64, normalise_handles
 from torchrl_generational.generations.update_result import UpdateResult
 from torchrl_generational.tensors.compilation import runs_in_compiled_code, untraced
 from torchrl_generational.tensors.default_devices import without_default_device
@@ -180,63 +178,18 @@ class ConditionalUpdates(BufferBase):
             )
             return done
         self._refuse_write()
-        storage = self._written_storage("update_if_present")
-        device = storage.slot_generations.device
-        generation = as_generation(generation, device)
-        shape = generation.shape
-        space = storage.generations.shape
-        first: Any = None  # where a stored trajectory has its one handle
-        if len(space) > 1 and len(shape) == 1 and getattr(index, "shape", None) == shape:
-            # TorchRL's documented form here: dim-0 rows
-            handles = normalise_handles(index, generation, space[:1], device)
-            index, flat_generation = handles.rows, handles.generation
-            _check_patch(storage, patch, shape, 1)
-        else:
-            if not isinstance(index, tuple):
-                index = as_int64("index", index, device)
-            inner = int(getattr(storage, "record_ndim", 0))
-            if (
-                isinstance(index, torch.Tensor)
-                and index.shape == shape
-                and _repeats_handles(storage, patch, len(shape))
-            ):
-                # a stored trajectory repeats its handle over its own dimensions, and is patched as one record
-                first, lead = (..., *(0,) * inner), (..., *(None,) * inner)
-                if not bool(((index == index[first][lead]) & (generation == generation[first][lead])).all()):
-                    raise ValueError(
-                        f"The handles of shape {tuple(shape)} do not repeat along the last {inner} dimension(s), those "
-                        "of the records, and the patch has one value per record. Pass one handle per record, or the "
-                        "sample's as it carries them. Nothing was updated."
-                    )
-                index, generation = index[first], generation[first]
-            handles = normalise_handles(index, generation, space, device, inner=inner)
-            _check_patch(storage, patch, handles.shape, len(space))
-            flat_generation = handles.generation
-            index = handles.cells
-            if len(space) > 1:
-                index = torch.stack(torch.unravel_index(index, space), -1)
-        if isinstance(version, torch.Tensor) and version.shape == shape:
-            version = version[first] if first is not None else version
-            version = version.reshape(-1) if shape else version
+        rows = patched_rows(self._written_storage("update_if_present"), index, generation, patch)
         with without_default_device():
             outcome = super().update_if_present(
-                index=index,
-                generation=flat_generation,
+                index=rows.places,
+                generation=rows.stamps,
                 patch=patch,
                 version_key=version_key,
-                version=version,
+                version=rows.version_of(version),
                 require_newer=require_newer,
             )
-
-        def in_shape(mask: torch.Tensor | None) -> torch.Tensor | None:
-            if mask is None:
-                return None
-            mask = mask.reshape(generation.shape)
-            return mask.reshape(*mask.shape, *(1,) * (len(shape) - mask.ndim)).expand(shape)
-
-        updated = in_shape(outcome.updated)
-        assert updated is not None
-        result = UpdateResult(updated, in_shape(outcome.version_rejected))
+        rejected = None if outcome.version_rejected is None else rows.in_shape(outcome.version_rejected)
+        result = UpdateResult(rows.in_shape(outcome.updated), rejected)
         with self._exclusive():
             self._count(result)
         return result
@@ -252,44 +205,3 @@ class ConditionalUpdates(BufferBase):
             stats["conditional_updated"] = updated
             stats["conditional_stale"] = self._conditional_rows - updated - rejected
         return stats
-
-
-def _check_patch(storage: Any, patch: Any, shape: torch.Size, ndim: int) -> None:
-    """Refuses values that are not one per handle, in the handles' order, which TorchRL would bring into it.
-
-    Args:
-        storage: what is patched.
-        patch: its fields, of which those that are not stored are left to TorchRL to refuse.
-        shape: that of the handles; dimensions of size 1 do not count.
-        ndim: how many dimensions of the storage a handle names a place in.
-    """
-    for key, value in patch.items(True, True) if is_tensor_collection(patch) else patch.items():
-        stored = storage._storage.get(key, None) if is_tensor_collection(storage._storage) else None
-        if is_tensor_collection(stored) and not is_non_tensor(stored):
-            raise ValueError(
-                f"patch key {key!r} names a nested entry of the records. Nothing was updated. Name each of its fields, "
-                "as in patch={('nested', 'field'): values}, or pass a tensordict."
-            )
-        if isinstance(stored, torch.Tensor):
-            if is_tensor_collection(value):  # which NumPy would go through without an end
-                raise TypeError(f"patch key {key!r} must hold numbers, got a {type(value).__name__}.")
-            expected, came = (*shape, *stored.shape[ndim:]), np.shape(value)
-            if [size for size in came if size != 1] != [size for size in expected if size != 1]:
-                raise ValueError(
-                    f"shape mismatch for patch key {key!r}: got {tuple(came)}, expected {tuple(expected)}, handles of "
-                    f"shape {tuple(shape)} and then the field. Nothing was updated. Pass one value per handle, in the "
-                    "shape of the handles."
-                )
-
-
-def _repeats_handles(storage: Any, patch: Any, ndim: int) -> bool:
-    """Whether ``ndim`` dimensions of handles include those of stored trajectories, and the patch has one for each."""
-    inner = int(getattr(storage, "record_ndim", 0))
-    if not 0 < inner <= ndim:
-        return False
-    for key, value in patch.items(True, True) if is_tensor_collection(patch) else patch.items():
-        stored = storage._storage.get(key, None)
-        if stored is not None:
-            leading: int = np.ndim(value) - (stored.ndim - storage.ndim)
-            return leading == ndim - inner
-    return False
