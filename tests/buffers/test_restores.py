@@ -42,6 +42,8 @@ FILES = files_of(
     "priorities/segment_trees",
     "priorities/tree_state",
     "storages/shared_storage",
+    "storages/storage_counters",
+    "storages/first_write",
     "storages/writer_state",
     "storages/round_robin_writers",
     "storages/max_value_writer",

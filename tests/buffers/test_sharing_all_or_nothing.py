@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 import torchrl_generational as g
 from torchrl_generational.concurrency import storage_lock as locks
+from torchrl_generational.storages import first_write
 from torchrl_generational.storages import shared_storage as sharing
 
 SCARCE = (
@@ -172,7 +173,7 @@ def test_whatever_else_fails_leaves_everything_private(what, monkeypatch):
 
     with monkeypatch.context() as patch:
         if what == "directory":
-            patch.setattr(sharing.tempfile, "mkdtemp", fails)
+            patch.setattr(first_write.tempfile, "mkdtemp", fails)
         elif what == "lock":
             patch.setattr(locks, "make_process_lock", fails)
         else:

@@ -56,7 +56,7 @@ def test_a_writer_killed_at_any_line_blocks_nobody_and_harms_nothing(kind, tmp_p
 @pytest.mark.parametrize("storage", ["tensors", "memmap"])
 def test_a_writer_killed_at_any_line_of_the_first_write_leaves_it_to_the_next(storage, tmp_path):
     """At every line next to a change, and some of those in TorchRL and tensordict that make the files."""
-    points = Points({"shared_counter", "shared_storage"}, foreign=400, again=False)
+    points = Points({"shared_counter", "shared_storage", "storage_counters", "first_write"}, foreign=400, again=False)
     check_first(killed_at_every_line_of_a_first_write(storage, tmp_path, points))
 
 

@@ -36,7 +36,9 @@ CLASSES = {
     "storages/checked_writes.py": "CheckedWrites",
     "storages/max_value_writer.py": "GenerationalTensorDictMaxValueWriter",
     "storages/round_robin_writers.py": "GenerationalWriterMixin",
+    "storages/first_write.py": "FirstWrites",
     "storages/shared_storage.py": "SharableStorage",
+    "storages/storage_counters.py": "StorageCounters",
     "storages/tensor_storages.py": "GenerationalStorageMixin",
     "ray/actors.py": "_InActor",
 }
