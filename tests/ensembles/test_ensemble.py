@@ -33,6 +33,7 @@ from torchrl.data.replay_buffers import SamplerEnsemble, StorageEnsemble, Writer
 from torchrl.envs.transforms import Compose, RenameTransform
 
 import torchrl_generational as g
+from torchrl_generational.ensembles import updates
 
 CAPACITY = 8
 
@@ -738,7 +739,7 @@ def test_a_member_written_between_the_checks_and_its_section_has_stale_rows(acto
     world = World(sample_from_all=True)
     sample = actors.learner(world.rb.sample)
     sample["td_error"] = torch.full(sample.batch_size, 9.0)
-    gate = Gate(monkeypatch, world.rb, "_routes")
+    gate = Gate(monkeypatch, updates, "routes_of")
     update = actors.start("learner", lambda: world.rb.update_tensordict_priority_if_present(sample))
     assert gate.reached.wait(TIMEOUT)
     actors.writer(lambda: world.write(1, CAPACITY))

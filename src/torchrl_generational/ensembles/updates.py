@@ -4,35 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler
-from torchrl.data.replay_buffers.utils import _reduce
 
-from torchrl_generational.buffers.conditional_updates import PRIORITY, ConditionalUpdates
-from torchrl_generational.buffers.priority_updates import apply, prepared_rows
+from torchrl_generational.buffers.conditional_updates import PRIORITY
 from torchrl_generational.buffers.work_in_flight import submit_in_order
 from torchrl_generational.ensembles.base import EnsembleBase
+from torchrl_generational.ensembles.routing import common_device, inner_of, owners_of, routes_of
 from torchrl_generational.generations.duplicate_handles import once_each, per_handle
 from torchrl_generational.generations.indexing import (
-    Handles,
     as_generation,
     as_int64,
-    cells_of,
-    normalise_handles,
     repeats_from,
 )
 from torchrl_generational.generations.slot_generations import GENERATION_KEY
 from torchrl_generational.generations.update_result import UpdateResult
-from torchrl_generational.generations.write_protocol import NEVER_WRITTEN
-from torchrl_generational.priorities.segment_trees import tree_dtype
 from torchrl_generational.priorities.td_errors import as_sample, rows_of_errors
-from torchrl_generational.priorities.tree_updates import checked_array, checked_priority
 from torchrl_generational.priorities.validation import as_priority, match_shape
-from torchrl_generational.samplers.prioritized import stores_arrays
-from torchrl_generational.tensors.arrays import index_array
 from torchrl_generational.tensors.default_devices import as_tensor, without_default_device
 
 __all__ = ["EnsembleUpdates"]
@@ -111,9 +101,9 @@ class EnsembleUpdates(EnsembleBase):
             UpdateResult(num_updated=4, num_stale=0, num_rejected=0, shape=(2, 2))
         """
         index, buffer_ids = _split(index, buffer_ids)
-        device = self._common_device()
+        device = common_device(self)
         generation = as_generation(generation, device)
-        inner = max(_inner(rb.storage) for rb in self._rbs)
+        inner = max(inner_of(rb.storage) for rb in self._rbs)
 
         def repeats(dim: int) -> bool:
             parts = [as_int64("index", part, device) for part in (index if isinstance(index, tuple) else (index,))]
@@ -145,17 +135,17 @@ class EnsembleUpdates(EnsembleBase):
         data = as_sample(data, f"{type(self).__name__}.update_tensordict_priority_if_present")
         keys = (GENERATION_KEY, ("index", "index"), ("index", "buffer_ids"))
         stamps, index, ids = (self._entry(data, key) for key in keys)
-        device = self._common_device()
+        device = common_device(self)
         generation = as_generation(stamps, device)
         priority = self._entry(data, self.priority_key)
         stored = [rb.storage for rb in self._rbs]
         # a row that is all of a trajectory can be told where all members keep trajectories of one shape
-        trajectories = {storage._storage.shape[storage.ndim :] for storage in stored if _inner(storage)}
+        trajectories = {storage._storage.shape[storage.ndim :] for storage in stored if inner_of(storage)}
         rows = rows_of_errors(
             as_priority(priority, dtype=torch.float64, device=device, name=str(self.priority_key)),
             [generation, as_int64("index", index, device), as_int64("buffer_ids", ids, device)],
             [str(key) for key in (self.priority_key, *keys)],
-            inner=max(map(_inner, stored)),
+            inner=max(map(inner_of, stored)),
             trajectories=trajectories if len(trajectories) == 1 else (),
             ndims={storage.ndim for storage in stored},
         )
@@ -189,11 +179,11 @@ class EnsembleUpdates(EnsembleBase):
             TypeError, ValueError, IndexError, RuntimeError: as :meth:`update_priority_if_present`.
         """
         index, buffer_ids = _split(index, None)
-        device = self._common_device()
+        device = common_device(self)
         written = torch.zeros_like(as_int64("buffer_ids", buffer_ids, device))
         values = as_priority(priority, dtype=torch.float64, device=device)
         values = match_shape(values, written.shape, lambda dim: repeats_from([written], dim, 0))
-        for route in self._routes(index, buffer_ids, written, values, "update_priority"):
+        for route in routes_of(self, index, buffer_ids, written, values, "update_priority"):
             route.member.update_priority(route.places, route.priority)
 
     def _update(
@@ -202,71 +192,13 @@ class EnsembleUpdates(EnsembleBase):
         """Updates each row in its member. ``repeated``: several rows may be of one trajectory stored as a record."""
         updated = torch.zeros(generation.numel(), dtype=torch.bool, device=generation.device)
         stamps = generation.reshape(-1)
-        for route in self._routes(index, buffer_ids, generation, values, "update_priority_if_present"):
+        for route in routes_of(self, index, buffer_ids, generation, values, "update_priority_if_present"):
             own, priority = stamps[route.rows], route.priority
-            if repeated and priority.ndim and _inner(route.member.storage):
+            if repeated and priority.ndim and inner_of(route.member.storage):
                 priority = per_handle(route.places, own, priority, route.member._drawing_sampler().reduction)
             result = route.apply(own, priority)
             updated[route.rows] = result.updated_mask.to(updated.device)
         return UpdateResult(updated.reshape(generation.shape))
-
-    def _routes(
-        self, index: Any, buffer_ids: Any, generation: torch.Tensor, values: torch.Tensor, method: str
-    ) -> list[_Route]:
-        """The rows of each member, all of them checked. Rows of other members take no part in a member's checks."""
-        shape, device = generation.shape, generation.device
-        owner = self._owners(buffer_ids, shape, device)
-        routes = []
-        for number in sorted(set(owner.tolist())):
-            rb, mine = self._rbs[number], owner == number
-            rb._refuse_write()
-            storage, sampler = rb._written_storage(method), rb._drawing_sampler()
-            if not isinstance(sampler, PrioritizedSampler):
-                raise TypeError(
-                    f"{type(self).__name__}.{method}: {int(mine.sum())} rows of the batch are from member {number}, "
-                    f"which draws without priorities ({type(sampler).__name__}). Leave out the rows whose buffer_ids "
-                    f"are {number}, or build that member with sampler=GenerationalPrioritizedSampler(...)."
-                )
-            space, rows = storage.generations.shape, mine.nonzero()[:, 0]
-            places = _plain_places(index, rows, shape, space)
-            if places is None:
-                stamps = torch.where(mine, generation.reshape(-1), NEVER_WRITTEN).reshape(shape)
-                places = normalise_handles(index, stamps, space, device, inner=_inner(storage)).cells[rows]
-                if len(space) > 1:
-                    places = torch.stack(torch.unravel_index(places, space), -1)
-            priority = _plain_priority(sampler, values, rows)
-            if priority is None:
-                others = (~mine).reshape((-1, *(1,) * (values.ndim - 1)))
-                priority = checked_priority(sampler, values.masked_fill(others, 0) if values.ndim else values)
-                priority = priority[rows.to(priority.device)] if values.ndim else priority
-            if priority.ndim > 1:
-                priority = _reduce(priority, sampler.reduction, dim=-1) if priority.shape[-1] > 1 else priority[:, 0]
-            routes.append(_Route(rb, storage, sampler, rows, places, priority))
-        return routes
-
-    def _owners(self, buffer_ids: Any, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """The member of each row, ``[rows]``; the first of several numbers, where one buffer stands more than once."""
-        ids = as_int64("buffer_ids", buffer_ids, device)
-        if ids.shape != shape[: ids.ndim]:
-            raise ValueError(
-                f"buffer_ids has shape {tuple(ids.shape)} but generation has shape {tuple(shape)}. Pass one member per "
-                "handle, both as the sample carries them."
-            )
-        ids = ids.reshape((*ids.shape, *(1,) * (len(shape) - ids.ndim))).expand(shape).reshape(-1)
-        wrong = (ids < 0) | (ids >= len(self._rbs))
-        if wrong.any():
-            row = int(wrong.nonzero()[0, 0])
-            raise ValueError(
-                f"buffer_ids must lie within the {len(self._rbs)} members of this ensemble, got {int(ids[row])} (row "
-                f"{row} of the batch). Pass those of a sample of this very ensemble."
-            )
-        members = [id(rb) for rb in self._rbs]
-        return torch.tensor([members.index(member) for member in members], device=device)[ids]
-
-    def _common_device(self) -> torch.device:
-        """The device of the members' stamps, if they have one."""
-        devices = {rb.storage.slot_generations.device for rb in self._rbs}
-        return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
     def submit_update_if_present(self, **update: Any) -> Future[UpdateResult]:
         """TorchRL's, whose updates and later samples are not held up by a batch drawn ahead that failed."""
@@ -319,7 +251,7 @@ class EnsembleUpdates(EnsembleBase):
         shape = generation.shape
         if isinstance(index, TensorDictBase):
             ids, places = index.get("buffer_ids"), index.get("index")
-            inner = min(_inner(rb.storage) for rb in self._rbs)
+            inner = min(inner_of(rb.storage) for rb in self._rbs)
             whole = len(shape) - inner
             if inner and whole > 0 and ids.shape == shape and shape[whole:].numel():
                 # the sample's handles: one record, and one value of the patch, for each trajectory
@@ -334,7 +266,7 @@ class EnsembleUpdates(EnsembleBase):
                     f"buffer_ids has shape {tuple(ids.shape)} but generation has shape {tuple(shape)}. Nothing was "
                     "updated. Pass one member per handle, both as the sample carries them."
                 )
-            owners = self._owners(ids, ids.shape, ids.device).reshape(ids.shape)
+            owners = owners_of(self, ids, ids.shape, ids.device).reshape(ids.shape)
             for number in set(owners.reshape(-1).tolist()):
                 self._rbs[number]._refuse_write()
             index = TensorDict({"index": places, "buffer_ids": owners}, owners.shape)
@@ -357,47 +289,6 @@ class EnsembleUpdates(EnsembleBase):
         return stats
 
 
-def _inner(storage: Any) -> int:
-    """Dimensions of one record: 1 where each slot stores a trajectory."""
-    return int(getattr(storage, "record_ndim", 0))
-
-
-class _Route(NamedTuple):
-    """Rows of a batch that are one member's, checked.
-
-    Attributes:
-        member: the buffer.
-        storage: of it, against which the rows were checked.
-        sampler: of it, likewise.
-        rows: their numbers in the batch, int64 ``[M]``.
-        places: their index within the member, ``[M]``, or ``[M, n]`` coordinates.
-        priority: that of each, ``[M]``, or 0-d.
-    """
-
-    member: Any
-    storage: Any
-    sampler: Any
-    rows: torch.Tensor
-    places: torch.Tensor
-    priority: torch.Tensor
-
-    def apply(self, stamps: torch.Tensor, priority: torch.Tensor) -> UpdateResult:
-        """The member's own conditional update of these rows, which have been checked."""
-        ours = type(self.member).update_priority_if_present is ConditionalUpdates.update_priority_if_present
-        if ours and stamps.device == self.storage.slot_generations.device:
-            rows = self.places if self.places.ndim == 1 else self.places[:, 0]
-            cells = cells_of(self.places.reshape(len(rows), -1), self.storage.generations.shape)
-            handles = Handles(rows, cells, stamps, stamps.shape)
-            done = apply(self.member, prepared_rows(self.storage, self.sampler, handles, priority))
-            if done is not None:
-                return done
-        # a class of somebody's, another device, or a part that was exchanged meanwhile
-        result: UpdateResult = self.member.update_priority_if_present(
-            index=self.places, generation=stamps, priority=priority
-        )
-        return result
-
-
 def _split(index: Any, buffer_ids: Any) -> tuple[Any, Any]:
     """The index within the members, and the members."""
     if isinstance(index, TensorDictBase | Mapping) and buffer_ids is None:
@@ -414,19 +305,3 @@ def _split(index: Any, buffer_ids: Any) -> tuple[Any, Any]:
             "index=sample['index'] (or info['index']), or index= and buffer_ids= of one shape."
         )
     return index, buffer_ids
-
-
-def _plain_places(index: Any, rows: torch.Tensor, shape: torch.Size, space: torch.Size) -> torch.Tensor | None:
-    """The index of ``rows``, if no conversion and no look at the stamps is needed to know that it is one."""
-    if len(space) > 1 or not isinstance(index, torch.Tensor) or index.shape != shape or index.device != rows.device:
-        return None
-    places = index.reshape(-1).index_select(0, rows)
-    return places if index_array(places, space[0]) is not None else None
-
-
-def _plain_priority(sampler: Any, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
-    """The priorities of ``rows``, if they are on the CPU and the sampler's trees can hold them."""
-    if not values.ndim or not stores_arrays(sampler):
-        return None
-    priority = values.index_select(0, rows).to(tree_dtype(sampler))
-    return priority if checked_array(sampler, priority) is not None else None
