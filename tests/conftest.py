@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -9,6 +10,12 @@ import numpy as np
 import pytest
 import torch
 from support import Actors
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage pass over the hundreds of thousands of objects of what is imported: they stay anyhow."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

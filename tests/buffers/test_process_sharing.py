@@ -242,7 +242,7 @@ def refused(rb, sample, path: Path) -> None:
             raise AssertionError(name)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.system)])
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_worker_that_samples_updates_or_restores_is_refused_with_the_remedy(sync, method, tmp_path):
     rb = shared(8, sync=sync)
@@ -501,7 +501,8 @@ def test_a_new_sampler_of_the_learner_knows_the_records():
     assert known(rb)[2:4] == [5, 5]
 
 
-def test_no_files_are_left_behind(tmp_path):
+@pytest.mark.system
+def test_no_files_are_left_behind_by_processes_that_end(tmp_path):
     program = """
 import os, sys, torch
 import torchrl_generational as g
@@ -523,6 +524,9 @@ for storage in (g.GenerationalLazyTensorStorage(8), g.GenerationalLazyMemmapStor
     assert len(folders) >= 2
     assert not any(map(os.path.exists, folders))
     assert os.listdir(tmp_path) == []
+
+
+def test_no_files_are_left_behind_by_a_buffer_that_is_dropped():
     rb = prioritized(8, shared=True)
     folders = rb.storage._directories
     assert all(map(os.path.isdir, folders))

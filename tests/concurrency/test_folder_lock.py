@@ -360,7 +360,7 @@ def test_a_writer_whose_maker_is_gone_is_told_so_at_its_next_write(storage, end,
         assert on_disk(tmp_path) == ([100, 101, *range(2, 8)] if end == "is killed" else list(range(8)))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.system)])
 def test_a_learner_that_is_started_again_is_refused_until_the_writers_of_the_first_have_ended(method, tmp_path):
     def make() -> Any:
         rb = lying_in(tmp_path, shared=True)

@@ -94,6 +94,7 @@ def _child(lock, connection) -> None:
         connection.send("entered")
 
 
+@pytest.mark.system
 def test_a_spawned_process_is_excluded():
     lock = StorageLock()
     lock.share()

@@ -1064,6 +1064,7 @@ def hold_both(first, second, said, go):
     said.put("done")
 
 
+@pytest.mark.system
 def test_ensembles_of_the_same_members_in_two_processes_take_their_locks_in_one_order():
     members = [uniform() for _ in range(2)]
     for member in members:

@@ -3,7 +3,8 @@
 Run by ``persistence/test_killed_dumps.py``.
 
     python tests/helpers/killed_dumps.py random 200 DIRECTORY   SIGKILL at a random moment of each dump
-    python tests/helpers/killed_dumps.py every 0 DIRECTORY      ends at every operation on the file system, in turn
+    python tests/helpers/killed_dumps.py every 1 DIRECTORY      ends at every operation on the file system, in turn
+    python tests/helpers/killed_dumps.py every 8 DIRECTORY      at every eighth
     ... in-place                                                  the storage itself lies in the directory
 
 Prints a JSON object: how many of the directories held the ``old`` checkpoint, the ``new`` one, were ``refused``, or
@@ -96,7 +97,7 @@ def dump_as_maker(rb: Any, path: Path) -> None:
     rb.dumps(path)
 
 
-def run(mode: str, kills: int, path: Path, in_place: bool) -> dict[str, int]:
+def run(mode: str, number: int, path: Path, in_place: bool) -> dict[str, int]:
     torch.set_num_threads(1)  # a forked child has no team of threads
     chance = random.Random(0)
     outcomes: Counter[str] = Counter()
@@ -117,7 +118,7 @@ def run(mode: str, kills: int, path: Path, in_place: bool) -> dict[str, int]:
         rb.set_rng(torch.Generator().manual_seed(0) if (state + 1) % 2 else None)
         start = time.perf_counter()
         whole = mode == "random" and attempt <= 5  # to learn how long a dump takes
-        pid = fork(lambda: dump_as_maker(rb, path), stop_at=attempt if mode == "every" else None)
+        pid = fork(lambda: dump_as_maker(rb, path), stop_at=attempt * number if mode == "every" else None)
         if mode == "random" and not whole:
             time.sleep(chance.random() * sorted(lengths)[2])
             os.kill(pid, signal.SIGKILL)
@@ -140,7 +141,7 @@ def run(mode: str, kills: int, path: Path, in_place: bool) -> dict[str, int]:
         state += 1
         if mode == "every" and os.waitstatus_to_exitcode(status) == 0:
             return outcomes | {"operations": attempt}
-        if mode == "random" and attempt == kills + 5:
+        if mode == "random" and attempt == number + 5:
             return dict(outcomes)
 
 

@@ -49,6 +49,7 @@ def worker(rank: int, meeting: Path, answers: Any) -> None:
     rpc.shutdown()
 
 
+@pytest.mark.system
 def test_a_buffer_in_another_process_says_which_records_were_there(tmp_path):
     context = mp.get_context("spawn")
     answers = context.Queue()

@@ -6,6 +6,7 @@ changed and which records they hold, going by these numbers alone and never by a
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -324,7 +325,7 @@ def test_a_writer_in_another_thread_and_a_trainer_that_collects_asynchronously_g
     policy, loss = dqn()
     collector = Collector(
         cartpole,
-        policy,
+        copy.deepcopy(policy),  # the loss takes the parameters out of its own while it runs
         frames_per_batch=FRAMES,
         total_frames=-1,
         replay_buffer=rb,

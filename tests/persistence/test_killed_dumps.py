@@ -27,20 +27,23 @@ def outcomes(mode: str, kills: int, path: Path, *more: str) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.system
 def test_a_dump_that_ends_at_any_operation_on_the_file_system_leaves_the_old_checkpoint_or_the_new(tmp_path):
-    found = outcomes("every", 0, tmp_path / "checkpoint")
+    found = outcomes("every", 1, tmp_path / "checkpoint")
     assert set(found) == {"old", "new", "operations"}
     assert found["old"] + found["new"] == found["operations"] > 50
 
 
-def test_a_dump_killed_at_random_moments_leaves_the_old_checkpoint_or_the_new(tmp_path):
-    found = outcomes("random", 200, tmp_path / "checkpoint")
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.system)])
+def test_a_dump_killed_at_random_moments_leaves_the_old_checkpoint_or_the_new(kills, tmp_path):
+    found = outcomes("random", kills, tmp_path / "checkpoint")
     assert set(found) <= {"old", "new"}
-    assert sum(found.values()) == 200
+    assert sum(found.values()) == kills
 
 
-def test_a_dump_over_the_storage_itself_leaves_a_whole_checkpoint_or_says_that_it_is_incomplete(tmp_path):
-    found = outcomes("every", 0, tmp_path / "checkpoint", "in-place")
+@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.system)])
+def test_a_dump_over_the_storage_itself_leaves_a_whole_checkpoint_or_says_that_it_is_incomplete(step, tmp_path):
+    found = outcomes("every", step, tmp_path / "checkpoint", "in-place")
     assert set(found) == {"old", "new", "refused", "operations"}
 
 

@@ -34,8 +34,15 @@ def standardised_chi_square(counts: np.ndarray, probability: np.ndarray) -> floa
 # ------------------------------------------------------------------ frequencies
 
 
-@pytest.mark.parametrize("capacity", [1_000_000, 4_000_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "capacity"),
+    [
+        (torch.float32, 1_000_000),
+        pytest.param(torch.float32, 4_000_000, marks=pytest.mark.system),
+        pytest.param(torch.float64, 1_000_000, marks=pytest.mark.system),
+        pytest.param(torch.float64, 4_000_000, marks=pytest.mark.system),
+    ],
+)
 def test_every_slot_of_millions_is_drawn_as_often_as_its_priority_says(capacity, dtype):
     """Float32 sums, as in TorchRL, are 15 standard deviations off in the larger of the two."""
     generator = torch.Generator().manual_seed(capacity)

@@ -167,6 +167,7 @@ def test_workers_in_step_make_an_unwritten_storage_and_wrap_its_ring(collect):
     assert rb.write_count == 5 * FRAMES
 
 
+@pytest.mark.system
 def test_workers_out_of_step_write_to_a_buffer_that_the_collector_shared_and_emptied(collect):
     rb = shared_by_collectors(g.GenerationalLazyMemmapStorage, sync=False)
     collector = collect(MultiAsyncCollector, rb, policy=randomly(), total_frames=-1)
@@ -196,6 +197,7 @@ def test_workers_out_of_step_write_to_a_buffer_that_the_collector_shared_and_emp
     assert_transitions(rb[:])
 
 
+@pytest.mark.system
 def test_a_learner_keeps_sampling_and_updating_while_workers_run_free_and_add_one_record_at_a_time(collect):
     rb = shared_by_collectors(g.GenerationalLazyMemmapStorage)
     collector = collect(MultiAsyncCollector, rb, policy_factory=randomly, total_frames=-1, extend_buffer=False)
@@ -235,6 +237,7 @@ def test_a_learner_keeps_sampling_and_updating_while_workers_run_free_and_add_on
     assert torch.equal(rb.storage.generations, stamps_after(rb.write_count))
 
 
+@pytest.mark.system
 def test_workers_with_batched_environments_flatten_their_batches_and_give_the_first_priorities(collect):
     rb = shared_by_collectors(g.GenerationalLazyTensorStorage, shared=True)
     rb.extend(transitions_with_errors(example()))

@@ -39,6 +39,7 @@ def run_in(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.system
 def test_the_delayed_learner_trains_counts_and_plots(tmp_path):
     plot = tmp_path / "shares.png"
     script = ROOT / "examples" / "delayed_learner.py"
@@ -52,6 +53,7 @@ def test_the_delayed_learner_trains_counts_and_plots(tmp_path):
     assert conditional == 0
 
 
+@pytest.mark.system
 def test_ape_x_learns_from_processes_that_write_first_priorities(tmp_path):
     run = run_in(tmp_path, ROOT / "examples" / "ape_x.py", "--duration", "3", "--warmup", "300", "--no-progress")
     assert run.returncode == 0, run.stderr
@@ -70,6 +72,7 @@ def test_the_benchmark_of_processes_measures_writers_beside_a_learner(tmp_path):
         assert re.search(rf"1 +{contender} +[1-9][\d,]* +[\d.]+ +[1-9][\d,]*", run.stdout), run.stdout
 
 
+@pytest.mark.system
 def test_a_storage_of_one_s_own_passes_the_race_suite(tmp_path):
     suite = ROOT / "examples" / "test_half_storage.py"
     run = run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", suite)

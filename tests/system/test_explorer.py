@@ -268,6 +268,7 @@ def test_the_suite_says_what_stock_breaks(test, message):
         assert "in this order (replay it with its schedule):" in str(found.value)
 
 
+@pytest.mark.system
 def test_the_suite_runs_by_the_name_of_the_package(tmp_path):
     """What the documentation tells users to run."""
     command = [

@@ -183,25 +183,20 @@ def possible(kind: str, name: str) -> bool:
     return not (kind == "shared" and exchange) and not (kind == "sync=False" and name == "set_sampler")
 
 
-# one of each sort in the default run; the others take minutes
-QUICK = {
-    "extend",
-    "add",
-    "setitem",
-    "update_priority_if_present",
-    "sample",
-    "update_if_present",
-    "empty",
-    "set_sampler",
-}
+# one of each sort in the default run, some more in that of whole programs; the others take minutes
+QUICK = {"extend", "update_priority_if_present", "sample", "update_if_present", "empty"}
+SYSTEM = {"add", "setitem", "set_sampler"}
+
+
+def marks(kind: str, name: str) -> list[Any]:
+    if kind != "plain" or name not in QUICK | SYSTEM:
+        return [pytest.mark.slow]
+    return [pytest.mark.system] if name in SYSTEM else []
 
 
 def cases(acts: dict[str, Any]) -> list[Any]:
     return [
-        pytest.param(kind, name, marks=[] if kind == "plain" and name in QUICK else pytest.mark.slow)
-        for kind in KINDS
-        for name in acts
-        if possible(kind, name)
+        pytest.param(kind, name, marks=marks(kind, name)) for kind in KINDS for name in acts if possible(kind, name)
     ]
 
 
@@ -231,20 +226,21 @@ def test_a_replacement_that_is_interrupted_has_happened_or_not(kind, name, tmp_p
     checked(kind, REPLACEMENTS[name], tmp_path, new_leaf=any_leaf, updates=True)
 
 
+OPTIONS = ["SIGINT", "SIGINT shared", "SIGALRM", "SIGTERM shared"]
+
+
 @pytest.mark.parametrize(
-    ("signals", "seed"),
-    [(200, 0), pytest.param(20_000, None, marks=pytest.mark.slow)],
-    ids=["200", "20,000"],
+    ("options", "signals", "seed"),
+    [pytest.param("SIGINT", 200, 0, id="SIGINT-200")]
+    + [pytest.param(options, 200, 0, marks=pytest.mark.system, id=f"{options}-200") for options in OPTIONS[1:]]
+    + [pytest.param(options, 20_000, None, marks=pytest.mark.slow, id=f"{options}-20,000") for options in OPTIONS],
 )
-@pytest.mark.parametrize(
-    "options", [["SIGINT"], ["SIGINT", "shared"], ["SIGALRM"], ["SIGTERM", "shared"]], ids=" ".join
-)
-def test_real_signals_at_random_moments_leave_a_buffer_that_threads_and_processes_can_use(signals, seed, options):
+def test_real_signals_at_random_moments_leave_a_buffer_that_threads_and_processes_can_use(options, signals, seed):
     seed = int.from_bytes(os.urandom(4), "big") if seed is None else seed
     print(f"seed {seed}")
     program = Path(__file__).parents[1] / "helpers" / "interrupted_loop.py"
     done = subprocess.run(
-        [sys.executable, str(program), str(signals), str(seed), *options],
+        [sys.executable, str(program), str(signals), str(seed), *options.split()],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RL_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,

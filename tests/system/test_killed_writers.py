@@ -42,7 +42,14 @@ def check_lines(kind: str, found: dict[str, Any]) -> None:
     assert (found["all interrupted"] > 0) == (kind == "extend longer than the ring")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "extend of a ring not full"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind == "extend with td_error" else pytest.mark.system)
+        for kind in KINDS
+        if kind != "extend of a ring not full"
+    ],
+)
 def test_a_writer_killed_at_any_line_blocks_nobody_and_harms_nothing(kind, tmp_path):
     """At every line next to a change, and for one kind of write at those around them as well."""
     modules = AROUND if kind == "extend" else CHANGING
@@ -53,6 +60,7 @@ def test_a_writer_killed_at_any_line_blocks_nobody_and_harms_nothing(kind, tmp_p
     check_lines(kind, found)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("storage", ["tensors", "memmap"])
 def test_a_writer_killed_at_any_line_of_the_first_write_leaves_it_to_the_next(storage, tmp_path):
     """At every line next to a change, and some of those in TorchRL and tensordict that make the files."""
@@ -73,7 +81,7 @@ def check_random(found: dict[str, Any]) -> None:
     assert found["worst recovery of writer"] < TIMEOUT
 
 
-@pytest.mark.parametrize("storage", ["tensors", "memmap"])
+@pytest.mark.parametrize("storage", ["tensors", pytest.param("memmap", marks=pytest.mark.system)])
 def test_writers_killed_at_random_moments_block_nobody_and_harm_nothing(storage, tmp_path):
     check_random(killed_at_random_moments(15, storage, tmp_path / "storage"))
 

@@ -28,9 +28,10 @@ def run(machine: type, examples: int, *, same_each_time: bool) -> None:
     run_state_machine_as_test(machine, settings=chosen)
 
 
+@pytest.mark.parametrize("examples", [20, pytest.param(100, marks=pytest.mark.system)])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_buffer_does_what_a_dict_would_do(machine):
-    run(machine, 100, same_each_time=True)  # what is new is for the soak to find
+def test_a_buffer_does_what_a_dict_would_do(machine, examples):
+    run(machine, examples, same_each_time=True)  # what is new is for the soak to find
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def check(counts: dict[str, int]) -> None:
         assert counts[happened] > 0
 
 
-@pytest.mark.parametrize("prefetch", [None, 3])
+@pytest.mark.parametrize("prefetch", [3, pytest.param(None, marks=pytest.mark.system)])
 def test_threads_that_do_everything_at_once_misapply_nothing(prefetch, tmp_path):
     check(Soak(tmp_path, prefetch=prefetch).run(4))
 

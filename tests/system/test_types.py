@@ -53,6 +53,7 @@ def test_every_class_in_front_of_one_of_torchrls_is_tried():
     assert fronts <= set(CLASSES)
 
 
+@pytest.mark.system
 def test_a_misspelt_method_is_an_error_in_every_class(tmp_path):
     pytest.importorskip("mypy")
     package = tmp_path / "src" / "torchrl_generational"

@@ -25,7 +25,12 @@ from where_checks import CHECKS, Check
 def cases(verdict: str) -> list[Any]:
     """All checks of the rows with that verdict."""
     return [
-        pytest.param(row, function, id=" ".join(filter(None, (row.kind, row.component, variant))))
+        pytest.param(
+            row,
+            function,
+            id=" ".join(filter(None, (row.kind, row.component, variant))),
+            marks=pytest.mark.system if row.component == "torch.compile, compilable=True" else [],
+        )
         for row in ROWS
         if row.verdict == verdict
         for variant, function in CHECKS.get((row.kind, row.component), {}).items()
