@@ -70,8 +70,8 @@ def run(signals: int, seed: int, number: int, **kwargs: Any) -> tuple[int, int, 
     )
     rb.extend(batch(CAPACITY, 0))
     written, faults, inside, came = CAPACITY, [], 0, 0
-    if number != signal.SIGINT:
-        signal.signal(number, interrupt)
+    # a shell starts what goes on in the background with SIGINT ignored
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else interrupt)
     senders = Senders(seed, number)
     try:
         while came < signals and not faults:
