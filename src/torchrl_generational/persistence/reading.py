@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["field", "is_count", "is_number", "read_json", "reading"]
+__all__ = ["field", "holds_json", "is_count", "is_number", "read_json", "reading"]
 
 ANOTHER = "Nothing was loaded. Use another checkpoint."
 
@@ -28,6 +28,15 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError(f"it holds {found!r:.80} and no JSON object")
     result: dict[str, Any] = found
     return result
+
+
+def holds_json(path: Path) -> bool:
+    """Whether a file is whole: a process that is killed while it writes one leaves an empty one, or half of it."""
+    try:
+        json.loads(path.read_bytes())
+    except (ValueError, FileNotFoundError):
+        return False
+    return True
 
 
 @contextlib.contextmanager

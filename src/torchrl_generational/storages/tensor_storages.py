@@ -28,6 +28,7 @@ from torchrl_generational.generations.indexing import as_count, as_rows, leading
 from torchrl_generational.generations.protocols import observers_of
 from torchrl_generational.generations.slot_generations import ReadyStamps, SlotGenerations
 from torchrl_generational.persistence.kept_objects import refuse_lost_in_files, refuse_lost_in_state
+from torchrl_generational.persistence.reading import holds_json
 from torchrl_generational.persistence.restores import Plan, Saved, carry_out
 from torchrl_generational.persistence.serialization import RECORD_OBJECTS, objects_in, to_plain, unshared
 from torchrl_generational.records import record_io as records
@@ -332,11 +333,23 @@ class GenerationalStorageMixin(CheckedWrites):
             if self._last_cursor is None:  # never written here: the records are in order
                 self._set_last_cursor(as_normal(torch.tensor([max(int(self._len_along_dim0) - 1, 0)], device="cpu")))
             with self._of_one_moment():
+                self._mend_metadata(Path(path))
                 super().dumps(path)
             return
         Path(path).mkdir(exist_ok=True)
         nothing = {"metadata": {}, "is_pytree": False, "len": 0, NEVER_WRITTEN_MARK: True}
         (Path(path) / METADATA).write_text(json.dumps(nothing))
+
+    def _mend_metadata(self, path: Path) -> None:
+        """Writes the metadata of the storage's own files anew where a process was killed while it wrote them.
+
+        tensordict reads them before it saves records to where they lie.
+        """
+        held = self._storage
+        mapped = is_tensor_collection(held) and held.is_memmap() and held.saved_path
+        in_place = mapped and Path(held.saved_path).absolute() == path.absolute()
+        if in_place and not all(map(holds_json, {path / "meta.json", *path.rglob("meta.json")})):
+            held.memmap_()
 
     @making_what_is_kept()
     def loads(self, path: str | Path) -> None:
