@@ -8,6 +8,7 @@ process that is killed leaves nothing taken.
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,7 @@ class WakesWaiters(_Buffer):
             self._increment_counter("_sampled_item_count_value", rows)
 
     # The counters of samples, for which TorchRL takes the condition, or a lock that a killed process would keep. Those
-    # that processes share are read and written without it, under the lock of the storage.
+    # that processes share are read and written without it, under the lock of the storage; others do not wait for that.
 
     @staticmethod
     def _counter_value(counter: Any) -> int:
@@ -95,14 +96,29 @@ class WakesWaiters(_Buffer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _increment_counter(self, name: str, increment: int) -> None:
-        with self._replay_lock:
-            counter = getattr(self, name)
-            if hasattr(counter, "get_lock"):
-                counter.get_obj().value += increment
-            else:
-                setattr(self, name, counter + increment)
+        with self._replay_lock if hasattr(getattr(self, name), "get_lock") else _counting:
+            self._put_counter(name, self._counter_value(getattr(self, name)) + increment)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _set_counter(self, name: str, value: int) -> None:
-        with self._replay_lock:
-            self._increment_counter(name, value - self._counter_value(getattr(self, name)))
+        with self._replay_lock if hasattr(getattr(self, name), "get_lock") else _counting:
+            self._put_counter(name, value)
+
+    def _put_counter(self, name: str, value: int) -> None:
+        counter = getattr(self, name)
+        if hasattr(counter, "get_lock"):
+            counter.get_obj().value = value
+        else:
+            setattr(self, name, value)
+
+
+_counting = threading.Lock()  # of counters that no other process sees; held for no longer than it takes to add
+
+
+def _in_forked_child() -> None:
+    global _counting
+    _counting = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
