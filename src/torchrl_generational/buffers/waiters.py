@@ -96,12 +96,12 @@ class WakesWaiters(_Buffer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _increment_counter(self, name: str, increment: int) -> None:
-        with self._replay_lock if hasattr(getattr(self, name), "get_lock") else _counting:
+        with self._replay_lock if hasattr(getattr(self, name), "get_lock") else _counting.lock:
             self._put_counter(name, self._counter_value(getattr(self, name)) + increment)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _set_counter(self, name: str, value: int) -> None:
-        with self._replay_lock if hasattr(getattr(self, name), "get_lock") else _counting:
+        with self._replay_lock if hasattr(getattr(self, name), "get_lock") else _counting.lock:
             self._put_counter(name, value)
 
     def _put_counter(self, name: str, value: int) -> None:
@@ -112,13 +112,24 @@ class WakesWaiters(_Buffer):
             setattr(self, name, value)
 
 
-_counting = threading.Lock()  # of counters that no other process sees; held for no longer than it takes to add
+class _Counting:
+    """The lock of counters that no other process sees, held for no longer than it takes to add.
+
+    Classes that go to another machine take this object with them, and get a lock of their own there.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """In a forked child: no thread holds it."""
+        self.lock = threading.Lock()  # entered itself: no signal comes between taking it and the block
+
+    def __reduce__(self) -> Any:
+        return _Counting, ()
 
 
-def _in_forked_child() -> None:
-    global _counting
-    _counting = threading.Lock()
-
+_counting = _Counting()
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_child)
+    os.register_at_fork(after_in_child=_counting.renew)
