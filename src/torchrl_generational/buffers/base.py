@@ -86,7 +86,7 @@ class BufferBase(_Buffer):
 
     def _settle_again(self) -> None:
         """A part was exchanged: what had been settled about the parts is settled anew when it is asked for."""
-        self._settled_for_arrays, self._plain_records = None, False
+        without_settled(self.__dict__)
 
     # ---------------------------------------------------------------- who may write
 
@@ -207,7 +207,7 @@ class BufferBase(_Buffer):
 
 
 def without_settled(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a buffer without what is settled anew, which holds parts of it a second time."""
+    """The state of a buffer without what is settled anew when it is asked for: that holds parts a second time."""
     for name in ("_settled_for_arrays", "_plain_records"):
         state.pop(name, None)
     return state

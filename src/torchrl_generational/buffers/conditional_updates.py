@@ -75,7 +75,7 @@ class ConditionalUpdates(BufferBase):
                 self.update_priority_if_present, index=index, generation=generation, priority=priority
             )
             return done
-        return update(self, index, generation, priority, method="update_priority_if_present")
+        return update(self, index, generation, priority)
 
     def submit_update_priority_if_present(self, *, index: Any, generation: Any, priority: Any) -> Future[UpdateResult]:
         """:meth:`update_priority_if_present` on a background thread, in order with prefetched batches.

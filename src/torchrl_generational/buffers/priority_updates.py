@@ -50,36 +50,26 @@ class PreparedUpdate(NamedTuple):
     highest: float | None = None
 
 
-def update(
-    rb: BufferBase, index: Any, generation: Any, priority: Any, *, method: str, name: str = "priority"
-) -> UpdateResult:
-    """Prepares an update of ``rb`` and applies it; see ``update_priority_if_present``.
-
-    Args:
-        rb: the buffer.
-        index: as ``update_priority_if_present`` takes it, like the next two.
-        generation: the stamps.
-        priority: the priorities.
-        method: what the user called, and
-        name: what the user calls the priorities, for messages.
-    """
+def update(rb: BufferBase, index: Any, generation: Any, priority: Any) -> UpdateResult:
+    """Prepares an update of ``rb`` and applies it; arguments and errors as for ``update_priority_if_present``."""
     prepared = prepared_arrays(rb, index, generation, priority)
     while True:
         if prepared is None:
-            prepared = prepare(rb, index, generation, priority, method=method, name=name)
+            prepared = prepare(rb, index, generation, priority)
         result = apply(rb, prepared)
         if result is not None:
             return result
-        prepared = None  # once more: a part was exchanged
+        prepared = None  # once more: a part was exchanged, or the exponents were
 
 
-def prepare(rb: BufferBase, index: Any, generation: Any, priority: Any, *, method: str, name: str) -> PreparedUpdate:
+def prepare(rb: BufferBase, index: Any, generation: Any, priority: Any) -> PreparedUpdate:
     """Checks an update and brings it into the form in which it is applied; arguments and errors as for :func:`update`.
 
     Changes nothing.
     """
     rb._refuse_write()
-    storage, sampler = rb._written_storage(method), rb._priority_sampler(method)
+    storage = rb._written_storage("update_priority_if_present")
+    sampler = rb._priority_sampler("update_priority_if_present")
     device = storage.slot_generations.device
     # Copies from an accelerator wait for its queue: never under the lock.
     generation = as_generation(generation, device)
@@ -87,7 +77,7 @@ def prepare(rb: BufferBase, index: Any, generation: Any, priority: Any, *, metho
         index = tuple(as_int64("index", part, device) for part in index)
     else:
         index = as_int64("index", index, device)
-    values = checked_priority(sampler, priority, name=name)
+    values = checked_priority(sampler, priority)
     # the index space of a storage never changes once it is written
     inner = int(getattr(storage, "record_ndim", 0))
     handles = normalise_handles(index, generation, storage.generations.shape, device, inner=inner)
